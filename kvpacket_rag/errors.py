@@ -1,0 +1,80 @@
+"""Every error this package raises on purpose.
+
+    KVPacketError
+    ├── ModelNotFoundError         no such model, here or on the hub
+    ├── UnsupportedModelError      the model cannot be served from packets
+    ├── AdapterError               an adapter file is malformed or does not fit the model
+    ├── PromptError                the prompt cannot be answered as it stands
+    │   └── ContextTooLongError    prompt, packets and answer exceed the model's window
+    ├── PacketError
+    │   ├── PacketNotFoundError    the store holds no such packet
+    │   ├── PacketMismatchError    the packet was made by another model, adapter or dtype
+    │   └── PacketCorruptError     the packet's file is damaged
+    ├── StoreError                 a store or index cannot be opened, read or written
+    │   ├── StoreFormatError       it was written in a format this version does not read
+    │   └── StoreFullError         no room is left for another packet
+    ├── DocumentError              a document cannot be read or cut into chunks
+    └── MissingExtraError          an optional package is needed and not installed
+"""
+
+from __future__ import annotations
+
+
+class KVPacketError(Exception):
+    """Base of every error this package raises on purpose."""
+
+
+class ModelNotFoundError(KVPacketError):
+    """No model of that name is installed, stored on disk, or reachable on the hub."""
+
+
+class UnsupportedModelError(KVPacketError):
+    """The model's attention depends on more than relative positions, so packets would be wrong."""
+
+
+class AdapterError(KVPacketError):
+    """An adapter file is malformed or was trained for another model."""
+
+
+class PromptError(KVPacketError):
+    """The prompt cannot be answered as it stands."""
+
+
+class ContextTooLongError(PromptError):
+    """Prompt, packets and requested answer exceed the model's window."""
+
+
+class PacketError(KVPacketError):
+    """Base of what can be wrong with one packet."""
+
+
+class PacketNotFoundError(PacketError):
+    """The store holds no packet of that id."""
+
+
+class PacketMismatchError(PacketError):
+    """The packet was made by another model, adapter, dtype or format than the reader's."""
+
+
+class PacketCorruptError(PacketError):
+    """The packet's file is damaged and has been set aside."""
+
+
+class StoreError(KVPacketError):
+    """A store or an index cannot be opened, read or written."""
+
+
+class StoreFormatError(StoreError):
+    """A store or an index was written in a format this version does not read."""
+
+
+class StoreFullError(StoreError):
+    """No room is left for another packet, on the disk or under the byte cap."""
+
+
+class DocumentError(KVPacketError):
+    """A document cannot be read or cut into chunks."""
+
+
+class MissingExtraError(KVPacketError):
+    """An optional package is needed for this and is not installed."""

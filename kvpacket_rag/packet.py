@@ -1,0 +1,135 @@
+"""The packet: a chunk's keys and values at rest, and the identity that keeps it from being mistaken."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, fields
+
+import torch
+from torch import Tensor
+
+from kvpacket_rag.errors import PacketError, PacketMismatchError
+
+FORMAT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class PacketSignature:
+    """What the writer and the reader of a packet must share, or the answer would be nonsense.
+
+    Attributes:
+        weights: SHA-256 over the model's parameters (their content, never a name or a path).
+        tokenizer: SHA-256 over the tokenizer's serialised state.
+        adapter: SHA-256 over header and trailer, or ``"none"``.
+        rope: SHA-256 over the measured rotary plan (layouts, widths, frequencies).
+        dtype: of the cached tensors, such as ``"float32"``.
+        compression: name and settings of the press, or ``"none"``.
+        quantization: name and settings of the quantiser, or ``"none"``.
+        format_version: of the packet layout.
+    """
+
+    weights: str
+    tokenizer: str
+    adapter: str
+    rope: str
+    dtype: str
+    compression: str = "none"
+    quantization: str = "none"
+    format_version: int = FORMAT_VERSION
+
+    def to_json(self) -> str:
+        """A canonical text: equal signatures give equal strings, different ones never do."""
+        return json.dumps(asdict(self), sort_keys=True, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> PacketSignature:
+        """The inverse of :meth:`to_json`.
+
+        Raises:
+            PacketError: the text is no signature.
+        """
+        try:
+            values = json.loads(text)
+            return cls(**{f.name: values[f.name] for f in fields(cls)})
+        except (ValueError, KeyError, TypeError) as error:
+            raise PacketError(f"not a packet signature: {text[:80]!r} ({error})") from error
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the canonical text, in hex."""
+        return hashlib.sha256(self.to_json().encode()).hexdigest()
+
+    def require(self, found: PacketSignature, packet_id: str) -> None:
+        """Check a packet against the reader.
+
+        Raises:
+            PacketMismatchError: naming every field in which ``found`` differs from this signature.
+        """
+        wrong = [f.name for f in fields(self) if getattr(self, f.name) != getattr(found, f.name)]
+        if wrong:
+            differences = "; ".join(
+                f"{name}: packet has {getattr(found, name)!r}, reader has {getattr(self, name)!r}" for name in wrong
+            )
+            raise PacketMismatchError(
+                f"packet {packet_id!r} cannot be read here ({differences}); "
+                "open it with the model and adapter that wrote it, or encode the chunk again"
+            )
+
+
+def packet_id(token_ids: Sequence[int], signature: PacketSignature) -> str:
+    """The name of the packet of a tokenised chunk: SHA-256 over signature and token ids, in hex.
+
+    Equal across processes and machines, and different as soon as one field of the signature or
+    one token differs, so a stale or foreign packet cannot be found.
+    """
+    digest = hashlib.sha256(signature.digest.encode())
+    for token in token_ids:
+        digest.update(token.to_bytes(8, "little"))
+    return digest.hexdigest()
+
+
+@dataclass(frozen=True, slots=True)
+class Packet:
+    """The cached tensors of one chunk, encoded alone from position 0.
+
+    Attributes:
+        packet_id: see :func:`packet_id`.
+        signature: what it was made with.
+        tensors: one per group of the rotary plan, each (layers, heads, tokens, width); rotated
+            exactly once, from position 0. Read them, never write them.
+        span: positions the packet takes in a prompt: header, chunk and trailer. Compression lowers
+            the stored tokens, never the span.
+        num_tokens: tokens of the chunk's own text.
+    """
+
+    packet_id: str
+    signature: PacketSignature
+    tensors: tuple[Tensor, ...]
+    span: int
+    num_tokens: int
+
+    def __post_init__(self) -> None:
+        dtype = getattr(torch, self.signature.dtype, None)
+        for tensor in self.tensors:
+            if tensor.dim() != 4 or tensor.dtype != dtype or tensor.requires_grad:
+                raise PacketError(
+                    f"packet {self.packet_id!r} holds a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}; "
+                    f"expected (layers, heads, tokens, width), {self.signature.dtype}, without gradient"
+                )
+            if not 1 <= tensor.shape[2] <= self.span:
+                raise PacketError(
+                    f"packet {self.packet_id!r} holds {tensor.shape[2]} tokens for a span of {self.span} positions; "
+                    "expected 1 up to the span"
+                )
+        if not self.tensors or not 0 < self.num_tokens <= self.span:
+            raise PacketError(
+                f"packet {self.packet_id!r} has {len(self.tensors)} tensors and {self.num_tokens} tokens of text "
+                f"in a span of {self.span}; expected at least one of each"
+            )
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.nbytes for tensor in self.tensors)
