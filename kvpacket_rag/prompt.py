@@ -1,0 +1,165 @@
+"""Cuts a prompt or a chat into the chunks that packets stand for and the text between them.
+
+A chat goes through the model's own template. Templates trim, escape and rewrite what they are given, so chunks are
+found in the messages first and one-time words put in their place; the rendered text is then cut at those words.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import secrets
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from kvpacket_rag.chat import Message, Render, fit_roles, renderer
+from kvpacket_rag.errors import PromptError
+from kvpacket_rag.finder import ChunkFinder
+
+__all__ = ["ChunkFinder", "ChunkPiece", "Message", "Piece", "TextPiece", "segment_chat", "segment_text"]
+
+
+@dataclass(frozen=True, slots=True)
+class TextPiece:
+    """Text to prefill.
+
+    Attributes:
+        text: never empty.
+        plain: control strings in it are words somebody wrote, not control tokens; tokenise it with
+            ``split_special_tokens=True``.
+    """
+
+    text: str
+    plain: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ChunkPiece:
+    """A chunk that a packet stands for: exactly the prompt's characters, white space around it left outside."""
+
+    text: str
+    packet_id: str
+
+
+Piece = TextPiece | ChunkPiece
+
+
+def segment_text(prompt: str, finder: ChunkFinder) -> list[Piece]:
+    """Cut a final prompt, with the template already applied, at the chunks that ``finder`` knows.
+
+    The texts of all pieces, joined, are the prompt again. Control strings between chunks are control tokens, as in
+    any final prompt. Raises PromptError if the prompt is empty or no string.
+    """
+    if not isinstance(prompt, str):
+        raise PromptError(f"the prompt is a {type(prompt).__name__}; pass a string, or a list of Message for a chat")
+    if not prompt:
+        raise PromptError("the prompt is an empty string; pass at least one character for the model to continue")
+    pieces: list[Piece] = []
+    position = 0
+    for match in finder.find(prompt):
+        pieces.append(TextPiece(prompt[position : match.start], plain=False))
+        pieces.append(ChunkPiece(prompt[match.start : match.end], match.packet_id))
+        position = match.end
+    pieces.append(TextPiece(prompt[position:], plain=False))
+    return [piece for piece in pieces if piece.text]
+
+
+def segment_chat(
+    messages: Sequence[Message],
+    finder: ChunkFinder,
+    tokenizer: Any,
+    *,
+    template_kwargs: Mapping[str, Any] | None = None,
+) -> list[Piece]:
+    """Render a chat with the model's template and cut it at the chunks that ``finder`` knows.
+
+    The text ends where the model has to speak: after the template's generation prompt or, when the last message is
+    the assistant's, inside that message, which the model goes on with. Control strings that a message holds become
+    plain text pieces of their own; all other text stays joined with the template's, so that without chunks and
+    control strings there is one piece, the very text the template makes. A chunk whose place the template drops is
+    rendered as text like any other. Messages whose roles the template refuses or leaves out are rearranged as
+    ``chat.fit_roles`` says.
+
+    Args:
+        messages: oldest first.
+        tokenizer: any transformers tokenizer. One without a chat template gets lines of ``role: content``.
+        template_kwargs: handed to ``apply_chat_template``, for example ``{"enable_thinking": False}``.
+
+    Raises:
+        PromptError: no messages, a message that is not role and text, or a template that refuses them all the same.
+    """
+    render = renderer(tokenizer, template_kwargs or {})
+    messages = fit_roles(messages, render)
+    contents = [message.content for message in messages]
+    marks = _Marks(contents, _control_strings(tokenizer))
+    contents = [marks.put_chunks(content, finder) for content in contents]
+    return marks.cut(_render_marked(messages, contents, marks, render))
+
+
+def _render_marked(messages: Sequence[Message], contents: list[str], marks: _Marks, render: Render) -> str:
+    """The rendered chat with every mark in it; marks the template loses are replaced by what they stood for."""
+    while True:
+        rendered = render([Message(m.role, content) for m, content in zip(messages, contents, strict=True)])
+        lost = [mark for mark in marks.pieces if mark not in rendered]
+        if not lost:
+            return rendered
+        for mark in lost:
+            literal = marks.take_back(mark)
+            contents = [content.replace(mark, literal) for content in contents]
+
+
+class _Marks:
+    """One-time words that stand for chunks and control strings while a chat goes through its template.
+
+    They are plain ASCII letters and digits, which no template trims or escapes, and contain a random number that
+    occurs in no message, so nothing anybody wrote can pass for one.
+    """
+
+    def __init__(self, contents: Sequence[str], control_strings: Iterable[str]) -> None:
+        self.pieces: dict[str, Piece] = {}
+        self._nonce = _unused_word(contents)
+        self._numbers = itertools.count()
+        words = "|".join(map(re.escape, sorted(control_strings)))
+        self._control = re.compile(f"(?:{words})+") if words else None
+
+    def put_chunks(self, content: str, finder: ChunkFinder) -> str:
+        """``content`` with a mark in place of each known chunk and each control string outside of chunks."""
+        pieces = segment_text(content, finder) if content else []
+        return "".join(
+            self._put(piece) if isinstance(piece, ChunkPiece) else self._put_controls(piece.text) for piece in pieces
+        )
+
+    def take_back(self, mark: str) -> str:
+        """Drop a mark; gives the text to put in its place, a chunk's control strings marked on their own."""
+        piece = self.pieces.pop(mark)
+        return self._put_controls(piece.text) if isinstance(piece, ChunkPiece) else piece.text
+
+    def cut(self, rendered: str) -> list[Piece]:
+        """The pieces of a text that holds marks."""
+        parts = re.split(f"(KVP{self._nonce}X[0-9]+E)", rendered)
+        pieces = [self.pieces.get(part) or TextPiece(part, plain=False) for part in parts]
+        return [piece for piece in pieces if piece.text]
+
+    def _put_controls(self, text: str) -> str:
+        if self._control is None:
+            return text
+        return self._control.sub(lambda found: self._put(TextPiece(found.group(), plain=True)), text)
+
+    def _put(self, piece: Piece) -> str:
+        mark = f"KVP{self._nonce}X{next(self._numbers)}E"
+        self.pieces[mark] = piece
+        return mark
+
+
+def _unused_word(contents: Sequence[str]) -> str:
+    while True:
+        word = secrets.token_hex(6)
+        if not any(word in content for content in contents):
+            return word
+
+
+def _control_strings(tokenizer: Any) -> set[str]:
+    """What the tokenizer would read as a control token. White space is left out: it means the same either way."""
+    added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
+    return {word for word in added | set(tokenizer.all_special_tokens) if word.strip()}
