@@ -1,0 +1,194 @@
+"""The rows of an index: chunks, their vectors and packet ids. Knows nothing of FAISS."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpacket_rag.chunk import Chunk
+from kvpacket_rag.errors import StoreError
+from kvpacket_rag.index_file import IndexFile
+
+_PAGE = 500  # rows read at a time where all are wanted
+_COLUMNS = "chunk_id, text, document_id, metadata, packet_id"
+_UPSERT = f"""INSERT INTO chunks ({_COLUMNS}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (chunk_id) DO UPDATE SET
+    text = excluded.text, document_id = excluded.document_id, metadata = excluded.metadata,
+    packet_id = excluded.packet_id"""
+_SET_VECTOR = "INSERT OR REPLACE INTO vectors (seq, vector) SELECT seq, ? FROM chunks WHERE chunk_id = ?"
+
+Vectors = npt.NDArray[np.float32]
+Ids = npt.NDArray[np.int64]
+Record = tuple[str, str, str, str, str]
+
+
+class ChunkRows:
+    """Chunks in the order of their first insertion, each with its vector and packet id."""
+
+    def __init__(self, file: IndexFile) -> None:
+        """Rows of an open file; its errors are raised by every method."""
+        self.file = file
+
+    def count(self) -> int:
+        """Number of chunks."""
+        with self.file.reading() as db:
+            return int(db.execute("SELECT COUNT(*) FROM chunks").fetchone()[0])
+
+    def dim(self) -> int | None:
+        """Dimensions of the vectors, or None while there are none."""
+        with self.file.reading() as db:
+            row = db.execute("SELECT LENGTH(vector) FROM vectors LIMIT 1").fetchone()
+            return row[0] // 4 if row else None
+
+    def put(self, records: Sequence[Record], vectors: Vectors) -> None:
+        """Insert or replace chunks and their vectors; a replaced chunk keeps its place in the order."""
+        with self.file.writing() as db:
+            if (dim := self.dim()) not in (None, vectors.shape[1]):
+                raise wrong_dim(self.file.name, dim, vectors.shape[1])
+            for record, vector in zip(records, vectors.astype("<f4", copy=False), strict=True):
+                db.execute(_UPSERT, record)
+                db.execute(_SET_VECTOR, (vector.tobytes(), record[0]))
+
+    def delete(self, chunk_ids: Iterable[str]) -> list[str]:
+        """Delete chunks and their vectors; the ids that were there, in the order given."""
+        with self.file.writing() as db:
+            sql = "DELETE FROM chunks WHERE chunk_id = ?"
+            return [name for name in chunk_ids if db.execute(sql, (name,)).rowcount]
+
+    def update(self, column: str, values: Mapping[str, str]) -> int:
+        """Set ``metadata`` or ``packet_id`` of chunks; how many there were."""
+        with self.file.writing() as db:
+            sql = f"UPDATE chunks SET {column} = ? WHERE chunk_id = ?"
+            return sum(db.execute(sql, (value, name)).rowcount for name, value in values.items())
+
+    def by_chunk_id(self, chunk_id: str) -> Chunk | None:
+        """The chunk of that id."""
+        with self.file.reading() as db:
+            row = db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
+            return _chunk(row) if row else None
+
+    def by_vector_id(self, vector_id: int) -> tuple[Chunk, str]:
+        """The chunk of a vector and its packet id."""
+        with self.file.reading() as db:
+            sql = f"SELECT {_COLUMNS} FROM chunks WHERE seq = (SELECT seq FROM vectors WHERE vector_id = ?)"
+            row = db.execute(sql, (vector_id,)).fetchone()
+            return _chunk(row), row[4]
+
+    def after(self, seq: int) -> tuple[int, list[tuple[Chunk, str]]]:
+        """The next rows in insertion order, and the number to ask with for those that follow."""
+        with self.file.reading() as db:
+            sql = f"SELECT {_COLUMNS}, seq FROM chunks WHERE seq > ? ORDER BY seq LIMIT {_PAGE}"
+            rows = db.execute(sql, (seq,)).fetchall()
+            return (rows[-1][5] if rows else seq), [(_chunk(row), row[4]) for row in rows]
+
+    def chunk_ids(self, document_id: str) -> list[str]:
+        """The chunks of a document, in insertion order."""
+        with self.file.reading() as db:
+            sql = "SELECT chunk_id FROM chunks WHERE document_id = ? ORDER BY seq"
+            return [row[0] for row in db.execute(sql, (document_id,))]
+
+    def documents(self) -> list[str]:
+        """The document ids, in the order of their first chunks."""
+        with self.file.reading() as db:
+            sql = "SELECT document_id FROM chunks GROUP BY document_id ORDER BY MIN(seq)"
+            return [row[0] for row in db.execute(sql)]
+
+    def setting(self, key: str) -> str | None:
+        """A stored setting."""
+        with self.file.reading() as db:
+            row = db.execute("SELECT value FROM settings WHERE key = ?", (key,)).fetchone()
+            return str(row[0]) if row else None
+
+    def set_setting(self, key: str, value: str) -> None:
+        """Store a setting."""
+        with self.file.writing() as db:
+            db.execute("INSERT OR REPLACE INTO settings (key, value) VALUES (?, ?)", (key, value))
+
+    def vector(self, chunk_id: str) -> Vectors | None:
+        """(dim,), the vector of a chunk."""
+        with self.file.reading() as db:
+            sql = "SELECT vector FROM vectors WHERE seq = (SELECT seq FROM chunks WHERE chunk_id = ?)"
+            row = db.execute(sql, (chunk_id,)).fetchone()
+            return np.frombuffer(row[0], "<f4") if row else None
+
+    def vector_ids(self) -> Ids:
+        """(n,), ascending: the id of every vector."""
+        with self.file.reading() as db:
+            ids = np.array([row[0] for row in db.execute("SELECT vector_id FROM vectors")], np.int64)
+            return np.sort(ids)
+
+    def places(self, vector_ids: Ids) -> Ids:
+        """(n,): where each vector's chunk stands in the order of insertion."""
+        with self.file.reading() as db:
+            sql = "SELECT seq FROM vectors WHERE vector_id = ?"
+            return np.array([db.execute(sql, (int(name),)).fetchone()[0] for name in vector_ids], np.int64)
+
+    def vectors(self, vector_ids: Ids, dim: int) -> Vectors:
+        """(n, dim): the vectors of ascending ids, read in one sweep.
+
+        Raises:
+            StoreError: a vector is damaged.
+        """
+        with self.file.reading() as db:
+            sql = "SELECT vector_id, vector FROM vectors WHERE vector_id BETWEEN ? AND ? ORDER BY vector_id"
+            wanted = set(vector_ids.tolist())
+            span = (int(vector_ids[0]), int(vector_ids[-1]))
+            blobs = [blob for name, blob in db.execute(sql, span) if name in wanted]
+        if all(len(blob) == 4 * dim for blob in blobs):
+            matrix = np.frombuffer(b"".join(blobs), "<f4").reshape(-1, dim)
+            if np.allclose(np.einsum("nd,nd->n", matrix, matrix), 1.0, atol=1e-3):
+                return matrix
+        raise StoreError(f"index {self.file.name} holds damaged vectors; build the index again from the documents")
+
+
+def wrong_dim(where: str, stored: int | None, given: int) -> StoreError:
+    """The error of vectors that do not fit the index."""
+    return StoreError(
+        f"index {where} holds vectors of {stored} dimensions, but {given} were given; "
+        "use the embedder that built it, or build a new index in another folder"
+    )
+
+
+def record(chunk: Chunk, packet_id: str) -> Record:
+    """A chunk as it is stored.
+
+    Raises:
+        StoreError: naming what cannot be stored.
+    """
+    for what, text in (("id", chunk.chunk_id), ("text", chunk.text), ("document id", chunk.document_id)):
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise StoreError(
+                f"chunk {chunk.chunk_id!r}: its {what} has half a surrogate pair at character {error.start}, which "
+                "is no text; read the document with errors='replace'"
+            ) from error
+    return chunk.chunk_id, chunk.text, chunk.document_id, metadata_json(chunk.chunk_id, chunk.metadata), packet_id
+
+
+def metadata_json(chunk_id: str, metadata: Mapping[str, Any]) -> str:
+    """Metadata as JSON; tuples become lists.
+
+    Raises:
+        StoreError: naming the key that JSON cannot hold.
+    """
+    for key, value in metadata.items():
+        try:
+            json.dumps(value)
+        except (TypeError, ValueError, RecursionError) as error:
+            reason = f"its value cannot be written as JSON ({error})"
+        else:
+            if isinstance(key, str):
+                continue
+            reason = f"the key is of type {type(key).__name__}"
+        raise StoreError(
+            f"chunk {chunk_id!r}: metadata {key!r}: {reason}; use str keys, and str, number, bool, None, list or dict"
+        )
+    return json.dumps(dict(metadata))
+
+
+def _chunk(row: tuple[Any, ...]) -> Chunk:
+    return Chunk(row[0], row[1], row[2], json.loads(row[3]))
