@@ -36,8 +36,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from kvpacket_rag.index import PacketIndex
+    from kvpacket_rag.ingest import IngestProgress, IngestReport
     from kvpacket_rag.packet import Packet, PacketSignature, packet_id
-    from kvpacket_rag.pipeline import IngestReport, KVPacketRAG, RetrievedAnswer
+    from kvpacket_rag.pipeline import KVPacketRAG, RetrievedAnswer
     from kvpacket_rag.split import Splitter
     from kvpacket_rag.store import DiskStore, KnownChunk, MemoryStore, PacketStore
 
@@ -69,8 +70,9 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "index": ("PacketIndex",),
+    "ingest": ("IngestProgress", "IngestReport"),
     "packet": ("Packet", "PacketSignature", "packet_id"),
-    "pipeline": ("IngestReport", "KVPacketRAG", "RetrievedAnswer"),
+    "pipeline": ("KVPacketRAG", "RetrievedAnswer"),
     "split": ("Splitter",),
     "store": ("DiskStore", "KnownChunk", "MemoryStore", "PacketStore"),
 }
@@ -91,6 +93,7 @@ __all__ = [
     "Embedder",
     "GenerationSettings",
     "Hit",
+    "IngestProgress",
     "IngestReport",
     "KVPacketEngine",
     "KVPacketError",

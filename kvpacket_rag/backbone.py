@@ -1,0 +1,236 @@
+"""Model and tokenizer as one: embed, encode alone, prefill into a context, decode step, fingerprints."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import threading
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from kvpacket_rag.assemble import Context, ContextPool, Span
+from kvpacket_rag.errors import PacketMismatchError
+from kvpacket_rag.probe import ProbeReport, probe
+from kvpacket_rag.runner import BoundContext, ModelRunner
+
+
+class Backbone:
+    """A frozen causal language model, proved fit for packets.
+
+    Args:
+        model: in evaluation mode; its weights may not change afterwards.
+        tokenizer: of the model.
+        name: as the user knows it; never part of an identity.
+
+    Raises:
+        UnsupportedModelError: the model cannot be served from packets.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, name: str = "") -> None:
+        self.model = model.eval().requires_grad_(False)
+        self.tokenizer = tokenizer
+        self.name = name or type(model).__name__
+        self.runner = ModelRunner(self.model)
+        self.report: ProbeReport = probe(self.runner)
+        self.plan = self.report.plan
+        self.dtype, self.device = self.runner.dtype, self.runner.device
+        self.pool = ContextPool(self.plan, self.dtype, self.device)
+        self.weights_fingerprint = fingerprint_weights(self.model)
+        self.tokenizer_fingerprint = fingerprint_tokenizer(tokenizer)
+        self._version = self._count_edits()
+        self._text_lock = threading.Lock()  # tokenizers change their own settings in every call
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of an input embedding."""
+        return int(self.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def context_window(self) -> int:
+        """Positions a prompt and its answer may take together."""
+        return self.plan.max_positions
+
+    @property
+    def eos_ids(self) -> frozenset[int]:
+        """Tokens that end an answer: the generation config's and the tokenizer's."""
+        config = getattr(self.model, "generation_config", None)
+        found = getattr(config, "eos_token_id", None)
+        ids = found if isinstance(found, list) else [found]
+        return frozenset(int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
+
+    def check_unchanged(self) -> None:
+        """Refuse to go on when the weights were cast or edited since they were fingerprinted.
+
+        Raises:
+            PacketMismatchError: packets made from here on would carry the identity of other weights.
+        """
+        if self.runner.dtype != self.dtype:
+            raise PacketMismatchError(
+                f"{self.name} was loaded in {self.dtype} and is now in {self.runner.dtype}; "
+                "load the engine again with the dtype you want"
+            )
+        if self._count_edits() != self._version:
+            raise PacketMismatchError(
+                f"the weights of {self.name} were edited after loading; load the engine again, "
+                "so that old packets are not mistaken for those of the new weights"
+            )
+
+    def _count_edits(self) -> tuple[int, ...]:
+        """Changes whenever a parameter is written in place or replaced."""
+        return tuple(p._version + id(p) for p in self.model.parameters() if not p.is_inference())
+
+    def token_ids(self, text: str, plain: bool = True) -> list[int]:
+        """Tokens of a text on its own, without special tokens around it.
+
+        Args:
+            text: to be tokenised.
+            plain: control strings in it are ordinary text.
+        """
+        if not text:
+            return []
+        with self._text_lock:
+            return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"])
+
+    def bos_ids(self) -> list[int]:
+        """What the tokenizer puts before a text: the beginning-of-sequence token, or nothing."""
+        bos = self.tokenizer.bos_token_id
+        with self._text_lock:
+            added = self.tokenizer("")["input_ids"]
+        return [int(bos)] if bos is not None and len(added) and added[0] == bos else []
+
+    def control_ids(self, texts: Sequence[str]) -> frozenset[int]:
+        """Those of the texts that are control tokens, as ids."""
+        tokens = [self.tokenizer.convert_tokens_to_ids(text) for text in texts]
+        return frozenset(i for i in tokens if isinstance(i, int) and i in self.tokenizer.all_special_ids)
+
+    def decode(self, ids: list[int]) -> str:
+        """Text of tokens, control tokens left out."""
+        return str(self.tokenizer.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False))
+
+    def embed(self, ids: Sequence[int]) -> Tensor:
+        """(tokens, hidden) input embeddings."""
+        return self.model.get_input_embeddings()(torch.tensor(list(ids), dtype=torch.long, device=self.device))  # type: ignore[no-any-return]
+
+    @torch.no_grad()
+    def encode(self, rows: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Prefill every row alone from position 0, in one padded batch.
+
+        Args:
+            rows: each (tokens,) ids or (tokens, hidden) embeddings, all of one kind.
+
+        Returns:
+            For each row one tensor a group of the plan, (layers, heads, tokens, width), on the host.
+        """
+        lengths = [row.shape[0] for row in rows]
+        inputs = torch.nn.utils.rnn.pad_sequence([row.to(self.device) for row in rows], batch_first=True)
+        longest = inputs.shape[1]
+        positions = torch.arange(longest, device=self.device).expand(len(rows), -1)
+        mask = None
+        if min(lengths) < longest:
+            mask = (positions < torch.tensor(lengths, device=self.device)[:, None]).long()
+        context = self.pool.take(longest, batch=len(rows))
+        try:
+            self.runner.bind(context).run(inputs, slice(0, longest), positions, longest, mask)
+            places = [Span(0, 0, length) for length in lengths]
+            return [tuple(t.cpu() for t in context.extract(place, row)) for row, place in enumerate(places)]
+        finally:
+            self.pool.give_back(context)
+
+    def bind(self, context: Context) -> BoundContext:
+        """A context in the shape the model takes; bind once a request."""
+        return self.runner.bind(context)
+
+    @torch.inference_mode()
+    def prefill(self, bound: BoundContext, texts: Sequence[tuple[Span, list[int]]]) -> Tensor:
+        """Fill in every piece of text, each seeing all that lies before it.
+
+        One forward whatever the mix of text and packets, with a mask that hides later packets from
+        earlier text; a piece at a time for the few architectures that take no such mask.
+
+        Args:
+            bound: a context that holds its packets already.
+            texts: reserved places and their tokens, in order; the last one ends the prompt.
+
+        Returns:
+            (1, vocabulary): logits of the last token.
+        """
+        tail_only = len(texts) == 1 or _adjacent([span for span, _ in texts])
+        if tail_only or self.report.one_pass:
+            return self._forward_texts(bound, texts, masked=not tail_only)
+        for text in texts:
+            logits = self._forward_texts(bound, [text], masked=False)
+        return logits
+
+    def _forward_texts(self, bound: BoundContext, texts: Sequence[tuple[Span, list[int]]], masked: bool) -> Tensor:
+        ids = torch.tensor([[i for _, tokens in texts for i in tokens]], dtype=torch.long, device=self.device)
+        offsets = [torch.arange(span.num_tokens, device=self.device) for span, _ in texts]
+        spans = [span for span, _ in texts]
+        positions = torch.cat([o + s.position for o, s in zip(offsets, spans, strict=True)])[None]
+        visible = spans[-1].slot + spans[-1].num_tokens
+        if not masked:
+            return bound.run(ids, slice(spans[0].slot, visible), positions, visible)
+        slots = torch.cat([o + s.slot for o, s in zip(offsets, spans, strict=True)])
+        return bound.run(ids, slots, positions, visible, self.runner.masks(slots, visible))
+
+    @torch.inference_mode()
+    def step(self, bound: BoundContext, context: Context, token: int) -> Tensor:
+        """Append one token and return the logits (1, vocabulary) of the next."""
+        return self._forward_texts(bound, [(context.reserve(1), [token])], masked=False)
+
+    def logits(self, embeddings: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+        """One forward over a whole row with a given mask and no cache, as training does; keeps gradients.
+
+        Args:
+            embeddings: (1, tokens, hidden).
+            mask: (tokens, tokens), True where a row's token may look.
+            positions: (tokens,).
+
+        Returns:
+            (1, tokens, vocabulary).
+        """
+        blank = torch.zeros(mask.shape, dtype=embeddings.dtype, device=embeddings.device)
+        additive = blank.masked_fill(~mask, torch.finfo(embeddings.dtype).min)[None, None]
+        output, _ = self.runner.forward(embeddings, positions[None], None, additive, last_only=False, keep=False)
+        return output
+
+
+def _adjacent(spans: Sequence[Span]) -> bool:
+    return all(before.slot + before.num_tokens == after.slot for before, after in pairwise(spans))
+
+
+def fingerprint_weights(model: PreTrainedModel) -> str:
+    """SHA-256 over the content of every parameter and buffer, in hex; names of files play no part."""
+    seen: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
+    for name, tensor in sorted(model.state_dict().items()):
+        if isinstance(tensor, Tensor):
+            seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor))
+    with ThreadPoolExecutor() as workers:
+        digests = list(workers.map(lambda entry: _digest_tensor(entry[1]), seen.values()))
+    whole = hashlib.sha256()
+    for (name, tensor), digest in zip(seen.values(), digests, strict=True):
+        whole.update(json.dumps([name, str(tensor.dtype), list(tensor.shape), digest]).encode())
+    return whole.hexdigest()
+
+
+def _digest_tensor(tensor: Tensor) -> str:
+    flat = tensor.detach().cpu().contiguous().flatten()
+    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
+
+
+def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
+    """SHA-256 over vocabulary, merges and added tokens, in hex."""
+    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
+    if backend is not None:
+        state = json.loads(backend.to_str())
+        state.pop("padding", None)  # set by the last call, not part of how text becomes tokens
+        state.pop("truncation", None)
+    else:
+        state = {"vocabulary": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.added_tokens_encoder.items()))}
+    text = json.dumps(state, sort_keys=True)
+    return hashlib.sha256(f"{type(tokenizer).__name__}\n{text}".encode()).hexdigest()

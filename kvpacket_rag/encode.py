@@ -1,0 +1,90 @@
+"""Chunks to packets: tokenise alone, wrap in the adapter, prefill in batches of similar length."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.errors import AdapterError, DocumentError
+from kvpacket_rag.packet import Packet, PacketSignature, packet_id
+
+
+class PacketEncoder:
+    """Makes packets of one model and one adapter.
+
+    Args:
+        backbone: the model.
+        adapter: its soft tokens; may be empty.
+        max_batch_tokens: padded tokens of one forward.
+
+    Raises:
+        AdapterError: the adapter is of another hidden size.
+    """
+
+    def __init__(self, backbone: Backbone, adapter: Adapter, max_batch_tokens: int = 2048) -> None:
+        if adapter.hidden_size != backbone.hidden_size:
+            raise AdapterError(
+                f"the adapter has hidden size {adapter.hidden_size}, {backbone.name} has {backbone.hidden_size}; "
+                "use an adapter that was trained for this model"
+            )
+        self.backbone = backbone
+        self.adapter = adapter
+        self.max_batch_tokens = max_batch_tokens
+        self.signature = PacketSignature(
+            weights=backbone.weights_fingerprint,
+            tokenizer=backbone.tokenizer_fingerprint,
+            adapter=adapter.digest,
+            rope=backbone.plan.digest,
+            dtype=str(backbone.dtype).removeprefix("torch."),
+        )
+
+    def identify(self, text: str) -> tuple[str, list[int]]:
+        """Packet id and token ids of a chunk; the text counts with its edges stripped.
+
+        Raises:
+            DocumentError: the chunk has no text, or more of it than the model's window.
+        """
+        ids = self.backbone.token_ids(text.strip())
+        room = self.backbone.context_window - self.adapter.num_tokens
+        if not ids:
+            raise DocumentError(f"the chunk {text[:40]!r} holds no text; leave it out")
+        if len(ids) > room:
+            raise DocumentError(
+                f"the chunk {text[:40]!r}… has {len(ids)} tokens, {self.backbone.name} has room for {room}; "
+                "cut it into smaller chunks"
+            )
+        return packet_id(ids, self.signature), ids
+
+    def encode(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[Packet]:
+        """Prefill chunks, long ones first, and yield their packets as they come.
+
+        Args:
+            chunks: packet id and token ids of each, as :meth:`identify` gives them.
+        """
+        self.backbone.check_unchanged()
+        for batch in self._batches(chunks):
+            tensors = self.backbone.encode([self.wrap(ids) for _, ids in batch])
+            for (name, ids), parts in zip(batch, tensors, strict=True):
+                yield Packet(name, self.signature, parts, len(ids) + self.adapter.num_tokens, len(ids))
+
+    @torch.no_grad()
+    def wrap(self, ids: Sequence[int]) -> Tensor:
+        """The model's input for a chunk: embeddings in the adapter, or bare ids when there is none."""
+        if self.adapter.num_tokens:
+            return self.adapter.wrap(self.backbone.embed(ids))
+        return torch.tensor(list(ids), dtype=torch.long)
+
+    def _batches(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[list[tuple[str, list[int]]]]:
+        batch: list[tuple[str, list[int]]] = []
+        for chunk in sorted(chunks, key=lambda c: len(c[1]), reverse=True):
+            padded = len((batch or [chunk])[0][1]) + self.adapter.num_tokens
+            if batch and padded * (len(batch) + 1) > self.max_batch_tokens:
+                yield batch
+                batch = []
+            batch.append(chunk)
+        if batch:
+            yield batch

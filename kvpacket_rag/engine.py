@@ -1,0 +1,274 @@
+"""The engine: one model, one adapter, one store. What every integration holds, and all it needs to hold."""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.answer import Answer, AnswerStream, Miss, Timings, Usage
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.decode import GenerationSettings, Sampler, TextStream
+from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.errors import PromptError
+from kvpacket_rag.hardware import pick_device, pick_dtype
+from kvpacket_rag.models import load_model
+from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.prefill import Part, Prefilled, Prefiller
+from kvpacket_rag.reading import Policy as Policy
+from kvpacket_rag.reading import Prompt, PromptReader
+from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
+
+_PENDING_WRITES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class _Missing:
+    """A chunk without a packet: its tokens, its text, and who asked for it first."""
+
+    ids: list[int]
+    text: str
+    owner: str | None
+
+
+class KVPacketEngine:
+    """Encodes chunks into packets and answers prompts from them.
+
+    Safe to use from many threads: each request owns its context, and a lock is held for single
+    forward steps only.
+
+    Args:
+        backbone: the model.
+        store: where packets are kept; a fresh :class:`MemoryStore` by default.
+        adapter: soft tokens around every chunk; none by default.
+        min_match_tokens: shorter chunks are not looked for in a prompt, for they occur by chance.
+
+    Example:
+        >>> engine = KVPacketEngine.load("smollm2-135m-instruct", store="packets")   # doctest: +SKIP
+        >>> engine.encode([text])                                                    # doctest: +SKIP
+        >>> engine.generate([Message("user", f"{text}\\n\\nWho signed it?")]).text     # doctest: +SKIP
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        store: PacketStore | None = None,
+        adapter: Adapter | None = None,
+        min_match_tokens: int = 16,
+    ) -> None:
+        self.backbone = backbone
+        self.store: PacketStore = store if store is not None else MemoryStore()
+        self.encoder = PacketEncoder(backbone, adapter or Adapter.empty(backbone.hidden_size))
+        self._prefiller = Prefiller(backbone, self.encoder, self.store)
+        self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
+
+    @classmethod
+    def load(
+        cls,
+        model: str = "smollm2-135m-instruct",
+        *,
+        store: PacketStore | str | Path | None = None,
+        adapter: Adapter | str | Path | None = None,
+        device: str = "auto",
+        dtype: str = "auto",
+        min_match_tokens: int = 16,
+    ) -> KVPacketEngine:
+        """Load a model by short name, path or hub name, prove it fit for packets, and open a store.
+
+        Args:
+            model: such as ``"smollm2-135m-instruct"``.
+            store: a store, a folder for one on disk, or None for memory.
+            adapter: an adapter or its file; None for bare chunks.
+            device: ``"auto"`` takes CUDA, then MPS, then the CPU.
+            dtype: ``"auto"`` takes bfloat16 where the device computes it fast, else float32.
+            min_match_tokens: see the class.
+
+        Raises:
+            ModelNotFoundError: no such model.
+            UnsupportedModelError: the model cannot be served from packets.
+            AdapterError: the adapter does not fit.
+        """
+        place = pick_device(device)
+        loaded, tokenizer = load_model(model, place, pick_dtype(dtype, place))
+        backbone = Backbone(loaded, tokenizer, model)
+        if isinstance(store, str | Path):
+            store = DiskStore(store)
+        if isinstance(adapter, str | Path):
+            adapter = Adapter.load(adapter)
+        return cls(backbone, store, adapter, min_match_tokens)
+
+    @property
+    def model_name(self) -> str:
+        """As the model was asked for."""
+        return self.backbone.name
+
+    @property
+    def context_window(self) -> int:
+        """Positions a prompt and its answer may take together."""
+        return self.backbone.context_window
+
+    @property
+    def has_chat_template(self) -> bool:
+        """Whether the tokenizer renders chat messages itself."""
+        return bool(getattr(self.backbone.tokenizer, "chat_template", None))
+
+    @property
+    def signature(self) -> PacketSignature:
+        """What a packet must carry to be read here."""
+        return self.encoder.signature
+
+    def token_ids(self, text: str) -> list[int]:
+        """Tokens of a text by the model's own tokenizer, without special tokens."""
+        return self.backbone.token_ids(text)
+
+    def count_tokens(self, text: str) -> int:
+        """How many they are."""
+        return len(self.token_ids(text))
+
+    def encode(
+        self,
+        texts: Sequence[str],
+        owners: Sequence[str] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> list[str]:
+        """Make sure every chunk has a packet in the store; those that have one cost nothing.
+
+        Args:
+            texts: of the chunks; white space at their edges does not count.
+            owners: one name a chunk; a packet lives as long as one of its owners.
+            progress: called with tokens done and tokens in all, as packets are finished.
+
+        Returns:
+            Packet ids, one a text.
+
+        Raises:
+            DocumentError: a text is empty or longer than the model's window; nothing was encoded.
+            StoreFullError: no room; what was stored before stays.
+        """
+        if owners is not None and len(owners) != len(texts):
+            raise PromptError(f"{len(owners)} owners for {len(texts)} texts; expected one each")
+        named = [self.encoder.identify(text) for text in texts]
+        missing: dict[str, _Missing] = {}
+        for number, ((name, ids), text) in enumerate(zip(named, texts, strict=True)):
+            if name not in missing and name not in self.store:
+                missing[name] = _Missing(ids, text.strip(), owners[number] if owners else None)
+        self._encode_missing(missing, progress)
+        for (name, _), owner in zip(named, owners or (), strict=False):
+            self.store.add_owner(name, owner)
+        return [name for name, _ in named]
+
+    def _encode_missing(self, missing: Mapping[str, _Missing], progress: Callable[[int, int], None] | None) -> None:
+        """Prefill in the foreground while a thread writes what is finished."""
+        done, total = 0, sum(len(chunk.ids) for chunk in missing.values())
+        pending: deque[tuple[Packet, Future[None]]] = deque()
+        with ThreadPoolExecutor(1) as writer:
+            for packet in self.encoder.encode([(name, chunk.ids) for name, chunk in missing.items()]):
+                chunk = missing[packet.packet_id]
+                pending.append((packet, writer.submit(self.store.put, packet, chunk.text, chunk.owner)))
+                while len(pending) >= _PENDING_WRITES:
+                    done = _settle(pending, done, total, progress)
+            while pending:
+                done = _settle(pending, done, total, progress)
+
+    def drop_owners(self, owners: Iterable[str]) -> list[str]:
+        """Forget owners; delete and return the packets that have none left."""
+        return self.store.drop_owners(owners)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None = None,
+        *,
+        policy: Policy = "packets",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> Answer:
+        """Answer a prompt; see :meth:`stream`."""
+        return self.stream(prompt, settings, policy=policy, template_kwargs=template_kwargs).read_all()
+
+    def stream(
+        self,
+        prompt: Prompt,
+        settings: GenerationSettings | None = None,
+        *,
+        policy: Policy = "packets",
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> AnswerStream:
+        """Answer a prompt piece by piece.
+
+        Args:
+            prompt: chat messages, rendered by the model's own template; or a final text, which gets
+                the model's beginning-of-sequence token once. Chunks the store knows are found in it.
+            settings: how to decode; greedy by default.
+            policy: ``"packets"`` reuses what is stored; ``"prefill"`` reads the same tokens in full.
+            template_kwargs: passed on to the chat template.
+
+        Raises:
+            PromptError: the prompt is empty or its messages are malformed.
+            ContextTooLongError: prompt and answer exceed the window; nothing was computed.
+        """
+        started = time.perf_counter()
+        settings = settings or GenerationSettings()
+        self.backbone.check_unchanged()
+        parts, misses = self._reader.read(prompt, policy, template_kwargs)
+        self._prefiller.check_length(parts, settings.max_new_tokens)
+        return AnswerStream(self._run(parts, misses, settings, time.perf_counter() - started))
+
+    def _run(
+        self, parts: Sequence[Part], misses: tuple[Miss, ...], settings: GenerationSettings, reading: float
+    ) -> Generator[str, None, Answer]:
+        started = time.perf_counter() - reading
+        sampler = Sampler(settings, lambda: self._prefiller.all_ids(parts), self.backbone.device)
+        filled = self._prefiller.run(parts, settings.max_new_tokens)
+        text = TextStream(self.backbone.decode, settings.stop)
+        pieces: list[str] = []
+        tokens: list[int] = []
+        ends = self.backbone.eos_ids | self.backbone.control_ids(settings.stop)
+        first_token = 0.0
+        try:
+            logits = filled.logits
+            while not text.stopped and len(tokens) < settings.max_new_tokens:
+                if tokens:
+                    logits = self.backbone.step(filled.bound, filled.context, tokens[-1])
+                tokens.append(sampler.pick(logits))
+                first_token = first_token or time.perf_counter() - started
+                if tokens[-1] in ends:
+                    break
+                if piece := text.push(tokens[-1]):
+                    pieces.append(piece)
+                    yield piece
+            if piece := text.finish():
+                pieces.append(piece)
+                yield piece
+        finally:
+            self.backbone.pool.give_back(filled.context)
+        reason: Literal["stop", "length"] = "stop" if text.stopped or tokens[-1] in ends else "length"
+        times = Timings(
+            reading + filled.load_seconds, filled.assemble_seconds, first_token, time.perf_counter() - started
+        )
+        return Answer("".join(pieces), tuple(tokens), reason, _usage(filled, misses, len(tokens)), times)
+
+    def close(self) -> None:
+        """Close the store."""
+        self.store.close()
+
+
+def _settle(
+    pending: deque[tuple[Packet, Future[None]]], done: int, total: int, progress: Callable[[int, int], None] | None
+) -> int:
+    """Wait for the oldest write; its error, if any, is the caller's."""
+    packet, written = pending.popleft()
+    written.result()
+    done += packet.num_tokens
+    if progress is not None:
+        progress(done, total)
+    return done
+
+
+def _usage(filled: Prefilled, misses: tuple[Miss, ...], completion_tokens: int) -> Usage:
+    counts = filled.packet_tokens, filled.prefilled_tokens, completion_tokens, filled.chunks_reused
+    return Usage(*counts, misses + filled.misses)

@@ -1,0 +1,217 @@
+"""From a prompt in parts to a filled context and the logits of the first token.
+
+Packets are loaded, realigned and laid end to end; only text is read by the model. A packet that
+cannot be used is encoded again from its text and counted as a miss, so a doubt never becomes a
+wrong answer.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from kvpacket_rag.answer import Miss
+from kvpacket_rag.assemble import Context, Span
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.errors import ContextTooLongError, PacketError, PromptError, StoreError
+from kvpacket_rag.packet import Packet, packet_id
+from kvpacket_rag.runner import BoundContext
+from kvpacket_rag.store import PacketStore
+
+logger = logging.getLogger(__name__)
+
+_MAX_PREAMBLES = 16
+_ENDS_WITH_CHUNK = "the prompt ends with this chunk, so it had to be read for the next token"
+
+
+@dataclass(slots=True)
+class Part:
+    """A piece of a prompt.
+
+    Attributes:
+        text: the characters it stands for.
+        num_tokens: of that text alone.
+        packet_id: the packet that may stand for it; None for plain text.
+        ids: the tokens; a chunk is only tokenised when its packet cannot be used.
+        packet: filled in when the part is taken from a packet.
+    """
+
+    text: str
+    num_tokens: int
+    packet_id: str | None = None
+    ids: list[int] | None = None
+    packet: Packet | None = None
+
+    @classmethod
+    def of_text(cls, ids: list[int], text: str = "") -> Part:
+        """Plain text, tokenised."""
+        return cls(text, len(ids), ids=ids)
+
+
+@dataclass(slots=True)
+class Prefilled:
+    """A context ready to decode from.
+
+    Attributes:
+        context: give it back to the pool when done.
+        bound: the same, as the model takes it.
+        logits: (1, vocabulary) of the first token.
+    """
+
+    context: Context
+    bound: BoundContext
+    logits: Tensor
+    packet_tokens: int
+    prefilled_tokens: int
+    chunks_reused: int
+    misses: tuple[Miss, ...]
+    load_seconds: float
+    assemble_seconds: float
+
+
+@dataclass(slots=True)
+class _Loading:
+    """What loading has counted so far."""
+
+    misses: list[Miss] = field(default_factory=list)
+    encoded_tokens: int = 0
+    reused: int = 0
+
+
+class Prefiller:
+    """Fills contexts for one engine.
+
+    Args:
+        backbone: the model.
+        encoder: makes the packets that are missing.
+        store: keeps them.
+    """
+
+    def __init__(self, backbone: Backbone, encoder: PacketEncoder, store: PacketStore) -> None:
+        self._backbone = backbone
+        self._encoder = encoder
+        self._store = store
+        self._preambles: OrderedDict[tuple[int, ...], Packet] = OrderedDict()
+        self._lock = threading.Lock()
+
+    def check_length(self, parts: Sequence[Part], max_new_tokens: int) -> None:
+        """Refuse what cannot fit, before any work.
+
+        Raises:
+            PromptError: there is nothing to read.
+            ContextTooLongError: prompt and answer take more positions than the model has.
+        """
+        soft = self._encoder.adapter.num_tokens * sum(part.packet_id is not None for part in parts)
+        prompt = sum(part.num_tokens for part in parts) + soft
+        window = self._backbone.context_window
+        if not parts:
+            raise PromptError("the prompt is empty; expected at least one token of text")
+        if prompt + max_new_tokens > window:
+            raise ContextTooLongError(
+                f"the prompt takes {prompt} positions ({soft} of them soft tokens) and the answer may take "
+                f"{max_new_tokens}, together more than the {window} of {self._backbone.name}; "
+                "retrieve fewer or shorter chunks, or lower max_new_tokens"
+            )
+
+    def ids(self, part: Part) -> list[int]:
+        """Tokens of a part; a chunk is tokenised as it was for its packet."""
+        return part.ids if part.ids is not None else self._backbone.token_ids(part.text)
+
+    def all_ids(self, parts: Sequence[Part]) -> list[int]:
+        """Tokens of the whole prompt, chunks included."""
+        return [token for part in parts for token in self.ids(part)]
+
+    def run(self, parts: Sequence[Part], max_new_tokens: int) -> Prefilled:
+        """Load, assemble, prefill.
+
+        Args:
+            parts: of the prompt; those with a packet id are taken from packets.
+            max_new_tokens: room to leave for the answer.
+        """
+        started = time.perf_counter()
+        count = _Loading()
+        with self._store.hold([part.packet_id for part in parts if part.packet_id]):
+            ready = self._absorb(self._load(parts, count))
+            loaded = time.perf_counter()
+            slots = sum(part.packet.tensors[0].shape[2] if part.packet else part.num_tokens for part in ready)
+            context = self._backbone.pool.take(slots + max_new_tokens)
+            try:
+                texts: list[tuple[Span, list[int]]] = []
+                for part in ready:
+                    if part.packet:
+                        context.place(part.packet)
+                    else:
+                        texts.append((context.reserve(part.num_tokens), self.ids(part)))
+                assembled = time.perf_counter()
+                bound = self._backbone.bind(context)
+                logits = self._backbone.prefill(bound, texts)
+                self._keep_preamble(ready, context)
+            except BaseException:
+                self._backbone.pool.give_back(context)
+                raise
+        taken = sum(p.packet.num_tokens for p in ready if p.packet) - count.encoded_tokens
+        read = sum(p.num_tokens for p in ready if not p.packet) + count.encoded_tokens
+        seconds = loaded - started, assembled - loaded
+        return Prefilled(context, bound, logits, taken, read, count.reused, tuple(count.misses), *seconds)
+
+    def _load(self, parts: Sequence[Part], count: _Loading) -> list[Part]:
+        """Put packets into the parts that name one; a chunk at the very end becomes text."""
+        ready = []
+        for number, part in enumerate(parts):
+            if part.packet_id is None:
+                ready.append(part)
+            elif number == len(parts) - 1:
+                count.misses.append(Miss(part.packet_id, _ENDS_WITH_CHUNK))
+                ready.append(replace(part, packet_id=None))
+            else:
+                ready.append(replace(part, packet=self._fetch(part.packet_id, part, count)))
+        if len(ready) > 1 and ready[0].packet is None and ready[1].packet:
+            with self._lock:
+                known = self._preambles.get(tuple(self.ids(ready[0])))
+            ready[0] = replace(ready[0], packet=known)
+        return ready
+
+    def _fetch(self, name: str, part: Part, count: _Loading) -> Packet:
+        try:
+            packet = self._store.get(name, self._encoder.signature)
+            count.reused += 1
+            return packet
+        except (PacketError, StoreError) as error:
+            logger.warning("packet %s is encoded again: %s", name, error)
+            count.misses.append(Miss(name, str(error)))
+        (packet,) = self._encoder.encode([(name, self.ids(part))])
+        count.encoded_tokens += packet.num_tokens
+        try:
+            self._store.put(packet, part.text)
+        except StoreError as error:
+            logger.warning("packet %s serves this request only: %s", name, error)
+        return packet
+
+    def _absorb(self, parts: list[Part]) -> list[Part]:
+        """White space alone between two packets is what adapters were trained to stand for."""
+        if not self._encoder.adapter.num_tokens:
+            return parts
+        inside = [
+            before.packet and after.packet and part.text.isspace()
+            for before, part, after in zip(parts, parts[1:], parts[2:], strict=False)
+        ]
+        return [part for part, absorbed in zip(parts, [False, *inside, False], strict=False) if not absorbed]
+
+    def _keep_preamble(self, parts: Sequence[Part], context: Context) -> None:
+        """What stood before the first packet, as a packet of its own: no adapter, position 0, exact."""
+        if len(parts) < 2 or parts[0].packet or not parts[1].packet:
+            return
+        ids = self.ids(parts[0])
+        signature = replace(self._encoder.signature, adapter="none")
+        tensors = context.extract(Span(0, 0, len(ids)))
+        with self._lock:
+            self._preambles[tuple(ids)] = Packet(packet_id(ids, signature), signature, tensors, len(ids), len(ids))
+            while len(self._preambles) > _MAX_PREAMBLES:
+                self._preambles.popitem(last=False)

@@ -1,0 +1,264 @@
+"""Calls the model. The only file that speaks transformers' cache API.
+
+The model is handed cache layers that write into a context's buffers, at the slots it is told, so
+nothing is concatenated: text lands between packets in one forward, decoding appends in place.
+"""
+
+from __future__ import annotations
+
+import inspect
+import threading
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
+
+from kvpacket_rag.assemble import Context
+from kvpacket_rag.errors import UnsupportedModelError
+
+Mask = Tensor | dict[str, Tensor] | None
+
+_KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
+_BOOKKEEPING = ("_sliding_window_tensor", "cumulative_length")
+
+
+@dataclass(slots=True)
+class _Cursor:
+    """Where the next forward writes, and how much of the buffers it sees."""
+
+    write: slice | Tensor
+    first: int
+    visible: int
+
+
+class _ContextLayer(DynamicLayer):
+    """A cache layer over a context's buffers: writes at the cursor, shows everything up to it."""
+
+    def __init__(self, tensors: Mapping[str, Tensor], cursor: _Cursor) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._tensors = tensors
+        self._cursor = cursor
+        self.is_initialized = True
+
+    def _write(self, name: str, new: Tensor) -> Tensor:
+        if name not in self._tensors:  # a tensor of no width, as a latent cache without a rotary part has
+            return new.new_empty((*new.shape[:-2], self._cursor.visible, new.shape[-1]))
+        buffer, where = self._tensors[name], self._cursor.write
+        if isinstance(where, slice):
+            buffer[..., where, :] = new
+        else:
+            buffer.index_copy_(-2, where, new)
+        return buffer[..., : self._cursor.visible, :]
+
+    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+        self.keys, self.values = self._write("keys", key_states), self._write("values", value_states)
+        return self.keys, self.values
+
+    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
+        return self._write("indexer_keys", indexer_key_states)
+
+    def get_seq_length(self) -> int:
+        return self._cursor.first
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return self._cursor.visible, 0
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What a model cached for one input.
+
+    Attributes:
+        tensors: (layer, attribute) to tensor, (batch, heads, tokens, width) or (batch, tokens, width).
+        states: names of cached tensors that have no token axis.
+        layers: the cache layers themselves.
+    """
+
+    tensors: dict[tuple[int, str], Tensor]
+    states: list[str]
+    layers: list[Any]
+
+
+class ModelRunner:
+    """One model, called by one thread at a time.
+
+    Args:
+        model: a causal language model in evaluation mode.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.model = model
+        self.lock = threading.RLock()
+        parameters = inspect.signature(model.forward).parameters
+        open_ended = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+        self._cache_name = "cache" if "cache" in parameters else "past_key_values"
+        self._takes_positions = "position_ids" in parameters or open_ended
+        self._takes_logits_to_keep = "logits_to_keep" in parameters
+        self._layers: list[Any] = []
+        self._windows: dict[str, int | None] = {"": None}
+
+    @property
+    def device(self) -> torch.device:
+        """Where the model's inputs live."""
+        return next(self.model.get_input_embeddings().parameters()).device
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the model's floating-point parameters."""
+        return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
+
+    def forward(
+        self,
+        inputs: Tensor,
+        positions: Tensor | None = None,
+        cache: Any = None,
+        mask: Mask = None,
+        last_only: bool = True,
+        keep: bool = True,
+    ) -> tuple[Tensor, Any]:
+        """One call of the model.
+
+        Args:
+            inputs: (batch, tokens) ids, or (batch, tokens, hidden) embeddings.
+            positions: (batch, tokens), or None for the model's own count.
+            cache: a transformers cache, or None to have the model build one.
+            mask: 2D, additive 4D, or one 4D a layer type.
+            last_only: compute the logits of the last token only.
+            keep: have keys and values cached.
+
+        Returns:
+            Logits (batch, tokens or 1, vocabulary) and the cache.
+        """
+        arguments: dict[str, Any] = {"use_cache": keep, self._cache_name: cache, "attention_mask": mask}
+        arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
+        if positions is not None and self._takes_positions:
+            arguments["position_ids"] = positions
+        if last_only and self._takes_logits_to_keep:
+            arguments["logits_to_keep"] = 1
+        with self.lock:
+            output = self.model(**arguments)
+        found = getattr(output, "cache", None)
+        return output.logits, found if found is not None else getattr(output, "past_key_values", None)
+
+    def snapshot(self, inputs: Tensor, first_position: int = 0) -> Snapshot:
+        """Run ``inputs`` from ``first_position`` with the model's own cache, and look into it.
+
+        Raises:
+            UnsupportedModelError: the model returns no cache of the common kind.
+        """
+        length = inputs.shape[1]
+        positions = torch.arange(first_position, first_position + length, device=inputs.device)
+        _, cache = self.forward(inputs, positions.expand(inputs.shape[0], -1))
+        layers = getattr(cache, "layers", None)
+        if layers is None:
+            raise UnsupportedModelError(f"{type(self.model).__name__} returns no cache with layers; packets need one")
+        tensors: dict[tuple[int, str], Tensor] = {}
+        states: list[str] = []
+        for number, layer in enumerate(layers):
+            for name, tensor in _tensors_of(vars(layer)):
+                token_axis = tensor.dim() - 2
+                if tensor.is_floating_point() and token_axis > 0 and tensor.shape[token_axis] == length:
+                    tensors[number, name] = tensor
+                elif tensor.numel():
+                    states.append(name)
+        outside = {key: value for key, value in vars(cache).items() if key != "layers"}
+        states += [name for name, tensor in _tensors_of(outside) if tensor.numel() > 1]
+        return Snapshot(tensors, states, list(layers))
+
+    def learn_layers(self, snapshot: Snapshot) -> None:
+        """Remember the structure of the model's cache, so that contexts can stand in for it.
+
+        Raises:
+            UnsupportedModelError: a layer is of a class this file does not know how to fill.
+        """
+        unknown = {type(layer).__name__ for layer in snapshot.layers if type(layer) not in _KNOWN_LAYERS}
+        if unknown:
+            raise UnsupportedModelError(
+                f"the cache of {type(self.model).__name__} has layers of class {', '.join(sorted(unknown))}; "
+                f"packets can fill {', '.join(c.__name__ for c in _KNOWN_LAYERS)}"
+            )
+        self._layers = snapshot.layers
+        self._windows = self._find_windows()
+
+    def _find_windows(self) -> dict[str, int | None]:
+        """Layer type to sliding window; one entry with an empty name when all layers are alike."""
+        windows = [
+            layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None for layer in self._layers
+        ]
+        if len(set(windows)) <= 1:
+            return {"": windows[0] if windows else None}
+        sliding = next(w for w in windows if w is not None)
+        return {"full_attention": None, "sliding_attention": sliding}
+
+    @property
+    def slides(self) -> bool:
+        """Whether some layer attends to a window only."""
+        return any(window is not None for window in self._windows.values())
+
+    def bind(self, context: Context) -> BoundContext:
+        """Stand a context in for the model's cache."""
+        cursor = _Cursor(slice(0, 0), 0, 0)
+        by_layer: dict[int, dict[str, Tensor]] = {}
+        for group, buffer in zip(context.plan.groups, context.buffers, strict=True):
+            for row, layer in enumerate(group.layers):
+                view = buffer[row] if group.has_heads else buffer[row][:, 0]
+                by_layer.setdefault(layer, {})[group.name] = view
+        cache = DynamicCache()
+        cache.layers = [
+            DummyLayer() if isinstance(layer, DummyLayer) else _ContextLayer(by_layer.get(number, {}), cursor)
+            for number, layer in enumerate(self._layers)
+        ]
+        return BoundContext(self, cache, cursor)
+
+    def masks(self, slots: Tensor, visible: int) -> Mask:
+        """Additive masks for tokens at ``slots`` that see every earlier slot, within the layer's window."""
+        distance = slots[:, None] - torch.arange(visible, device=slots.device)[None, :]
+        found: dict[str, Tensor] = {}
+        for kind, window in self._windows.items():
+            seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
+            blank = torch.zeros(seen.shape, dtype=self.dtype, device=slots.device)
+            found[kind] = blank.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]
+        return found.get("", found)
+
+
+@dataclass(frozen=True, slots=True)
+class BoundContext:
+    """A context in the shape the model takes as its cache."""
+
+    runner: ModelRunner
+    cache: Any
+    cursor: _Cursor
+
+    def run(self, inputs: Tensor, slots: slice | Tensor, positions: Tensor, visible: int, mask: Mask = None) -> Tensor:
+        """Forward ``inputs`` into ``slots``; they see the first ``visible`` slots as the mask allows.
+
+        Args:
+            inputs: (batch, tokens) ids or (batch, tokens, hidden) embeddings.
+            slots: where their keys and values go.
+            positions: (batch, tokens).
+            visible: slots shown to the model, the new ones included.
+            mask: None for plain causal order.
+
+        Returns:
+            (batch, vocabulary): logits of the last token.
+        """
+        with self.runner.lock:
+            self.cursor.write, self.cursor.visible = slots, visible
+            self.cursor.first = visible - inputs.shape[1]
+            logits, _ = self.runner.forward(inputs, positions, self.cache, mask)
+        return logits[:, -1]
+
+
+def _tensors_of(attributes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
+    """Every tensor among ``attributes``, nested containers included, with its dotted name."""
+    for name, value in attributes.items():
+        if isinstance(value, Tensor) and name not in _BOOKKEEPING and value.dim():
+            yield prefix + name, value
+        elif isinstance(value, dict):
+            yield from _tensors_of({str(k): v for k, v in value.items()}, f"{prefix}{name}.")
+        elif isinstance(value, list | tuple):
+            yield from _tensors_of({str(k): v for k, v in enumerate(value)}, f"{prefix}{name}.")
