@@ -1,0 +1,299 @@
+"""KVPacketVectorStore: LlamaIndex's vector store interface on an index of packets."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
+from llama_index.core.indices.query.embedding_utils import get_top_k_mmr_embeddings
+from llama_index.core.schema import BaseNode
+from llama_index.core.vector_stores.simple import DEFAULT_VECTOR_STORE, NAMESPACE_SEP
+from llama_index.core.vector_stores.types import (
+    DEFAULT_PERSIST_DIR,
+    DEFAULT_PERSIST_FNAME,
+    BasePydanticVectorStore,
+    MetadataFilters,
+    VectorStoreQuery,
+    VectorStoreQueryMode,
+    VectorStoreQueryResult,
+)
+
+from kvpacket_rag import Chunk, DiskStore, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
+from llama_index_kvpacket.leftovers import Leftovers
+from llama_index_kvpacket.loading import DEFAULT_MODEL, load
+from llama_index_kvpacket.nodes import matches, query_filter, to_chunk, to_node
+from llama_index_kvpacket.ownership import check_packets, encode_nodes, reencode_all
+from llama_index_kvpacket.parameters import require_known
+from llama_index_kvpacket.persistence import copy_index, copy_packets, read_pointer, require_local, write_pointer
+
+logger = logging.getLogger(__name__)
+_LOADING = ("model_name", "adapter", "device_map", "dtype", "min_match_tokens")
+
+
+class KVPacketVectorStore(BasePydanticVectorStore):
+    """Nodes with their embeddings, each node's text encoded into a packet when it is added.
+
+    Deleting a node deletes its packet when no other node has the same text. Nodes without text are
+    left out: there is nothing in them to answer from. All methods may be called from many threads.
+
+    Args:
+        engine: encodes, and keeps the packets in its store; loaded by name if left out.
+        path: folder of the index, which :class:`~kvpacket_rag.PacketIndex` describes; None for memory. An
+            engine that is loaded here keeps its packets in the same folder.
+        kind: ``"flat"`` searches exactly, ``"hnsw"`` approximately once there are many nodes.
+        reencode: encode the chunks of a stored index anew if this engine has no packets of them.
+        progress: called with tokens done and tokens in all while nodes are encoded.
+        loading: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``min_match_tokens`` of an engine to be loaded.
+
+    Raises:
+        PacketMismatchError: the index was built with another model, adapter or dtype.
+        PacketNotFoundError: the engine's store holds no packet of the index.
+        StoreError: the index cannot be opened.
+    """
+
+    model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
+
+    stores_text: bool = True
+    is_embedding_query: bool = True
+    path: str | None = Field(default=None, description="Folder of the index; None for memory.")
+    kind: str = Field(default="flat", description="How the index is searched.")
+
+    _engine: KVPacketEngine = PrivateAttr()
+    _index: PacketIndex = PrivateAttr()
+    _leftovers: Leftovers = PrivateAttr()
+    _progress: Callable[[int, int], None] | None = PrivateAttr(default=None)
+
+    def __init__(
+        self,
+        engine: KVPacketEngine | None = None,
+        path: str | Path | None = None,
+        *,
+        kind: str = "flat",
+        reencode: bool = False,
+        progress: Callable[[int, int], None] | None = None,
+        **loading: Any,
+    ) -> None:
+        require_known(type(self).__name__, loading, () if engine else _LOADING)
+        fields: dict[str, Any] = {"path": str(path) if path is not None else None, "kind": kind}
+        super().__init__(**fields)
+        self._index = PacketIndex.open(path, kind=kind)  # type: ignore[arg-type]
+        try:
+            name = loading.pop("model_name", None) or self._index.get_setting("model") or DEFAULT_MODEL
+            self._engine = engine or load(name, {**loading, "store": path})
+            self._leftovers, self._progress = Leftovers(self._engine), progress
+            if reencode:
+                reencode_all(self._index, self._engine, progress)
+            check_packets(self._index, self._engine, self.path)
+        except BaseException:
+            self._index.close()
+            raise
+
+    @classmethod
+    def class_name(cls) -> str:
+        """The name of this class in serialised settings."""
+        return "KVPacketVectorStore"
+
+    @property
+    def client(self) -> PacketIndex:
+        """The index."""
+        return self._index
+
+    @property
+    def engine(self) -> KVPacketEngine:
+        """The engine, to share with a ``KVPacketLLM``."""
+        return self._engine
+
+    def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """Encode and store nodes; those whose ids are known are replaced, and a text that is known is not encoded.
+
+        Returns:
+            The ids of the nodes.
+
+        Raises:
+            DocumentError: a node has no embedding, or more text than the model's window. None was stored.
+            StoreError: embeddings of other dimensions, or no room. None was stored.
+        """
+        chunks = {node.node_id: to_chunk(node) for node in nodes}
+        for name, chunk in list(chunks.items()):
+            if not chunk.text.strip():
+                logger.warning("node %s of document %r holds no text and is left out", name, chunk.document_id)
+                del chunks[name]
+        vectors = {node.node_id: self._vector(node) for node in nodes if node.node_id in chunks}
+        if chunks:
+            self._store(chunks, np.array([vectors[name] for name in chunks], np.float32))
+        return [node.node_id for node in nodes]
+
+    def _vector(self, node: BaseNode) -> list[float]:
+        if node.embedding is None:
+            raise DocumentError(
+                f"node {node.node_id!r} has no embedding; add nodes through a VectorStoreIndex, or set node.embedding"
+            )
+        if self._index.dim not in (None, len(node.embedding)):
+            raise StoreError(
+                f"node {node.node_id!r} has an embedding of {len(node.embedding)} dimensions, the index has "
+                f"{self._index.dim}; use the embedding model that built it, or build a new index in another folder"
+            )
+        return node.embedding
+
+    def _store(self, chunks: Mapping[str, Chunk], vectors: np.ndarray[Any, Any]) -> None:
+        known = {chunk.chunk_id: chunk.text for chunk in self._index.get(list(chunks))}
+        texts = {name: chunk.text for name, chunk in chunks.items()}
+        try:
+            self._leftovers.put_back({name: text for name, text in texts.items() if name not in known})
+            packet_ids = encode_nodes(self._engine, texts, known, self._progress)
+            self._index.add(list(chunks.values()), vectors, packet_ids)
+        except BaseException:
+            self._engine.drop_owners(chunks.keys() - known.keys())
+            raise
+
+    def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """Delete a document's nodes, and the packets that no other node needs; an unknown one is no error.
+
+        After ``delete_ref_doc`` LlamaIndex still knows the document's hash, and ``refresh_ref_docs`` takes it for
+        unchanged; ``index.docstore.delete_document(ref_doc_id, raise_error=False)`` makes it forget that too.
+        """
+        self._drop(self._index.chunk_ids(ref_doc_id))
+
+    def delete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """Delete the nodes of these ids that pass the filters, and the packets that no other node needs.
+
+        Raises:
+            StoreError: neither ids nor filters are given.
+        """
+        if node_ids is None and filters is None:
+            raise StoreError("delete_nodes got neither node_ids nor filters; call clear() to delete every node")
+        self._drop([chunk.chunk_id for chunk in self._select(node_ids, filters)])
+
+    def clear(self) -> None:
+        """Delete every node and its packet."""
+        self._engine.drop_owners(self._index.delete([chunk.chunk_id for chunk, _ in self._index.rows()]))
+        self._leftovers.clear()
+
+    def _drop(self, node_ids: Sequence[str]) -> None:
+        """Rows first: a packet without a row is only waste."""
+        self._leftovers.collect(chunk.text for chunk in self._index.get(node_ids))
+        self._engine.drop_owners(self._index.delete(node_ids))
+
+    def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
+        """The nodes of these ids that pass the filters, in the order asked; of all nodes if no ids are given."""
+        return [to_node(chunk) for chunk in self._select(node_ids, filters)]
+
+    def _select(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> Iterable[Chunk]:
+        chunks = self._index.get(node_ids) if node_ids is not None else (chunk for chunk, _ in self._index.rows())
+        return [chunk for chunk in chunks if matches(chunk, filters)]
+
+    def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """The nodes nearest to an embedding, with cosine similarities; empty ``node_ids`` restrict nothing.
+
+        Args:
+            query: of mode ``default``, or ``mmr`` for nodes that differ from each other.
+            kwargs: for ``mmr``: ``mmr_threshold`` from 0 (most different) to 1 (nearest), 0.5 by default, and
+                ``mmr_prefetch_factor``, how many times as many nodes to choose from, 4 by default.
+
+        Raises:
+            StoreError: another mode, or no embedding.
+        """
+        if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
+            raise StoreError(f"query mode {query.mode.value!r} is not offered; use 'default' or 'mmr'")
+        if query.query_embedding is None:
+            raise StoreError("the query has no embedding; query through a retriever, or set query_embedding")
+        is_mmr = query.mode == VectorStoreQueryMode.MMR
+        width = int(query.similarity_top_k * max(1, kwargs.get("mmr_prefetch_factor", 4))) if is_mmr else 0
+        hits = self._index.search(query.query_embedding, max(width, query.similarity_top_k), query_filter(query))
+        scores = [hit.score for hit in hits]
+        if is_mmr:
+            scores, hits = self._diverse(query, hits, kwargs.get("mmr_threshold", query.mmr_threshold))
+        nodes = [to_node(hit.chunk) for hit in hits]
+        return VectorStoreQueryResult(nodes=nodes, similarities=scores, ids=[node.node_id for node in nodes])
+
+    def _diverse(
+        self, query: VectorStoreQuery, hits: Sequence[Hit], threshold: float | None
+    ) -> tuple[list[float], list[Hit]]:
+        vectors = self._index.vectors([hit.chunk.chunk_id for hit in hits])
+        scores, places = get_top_k_mmr_embeddings(
+            query.query_embedding or [], vectors.tolist(), None, query.similarity_top_k, mmr_threshold=threshold
+        )
+        return [float(score) for score in scores], [hits[place] for place in places]
+
+    def persist(self, persist_path: str, fs: Any = None) -> None:
+        """Make what :meth:`from_persist_path` opens. A store in a folder is there already, and is only pointed to.
+
+        Raises:
+            StoreError: ``fs`` is no local file system, or the folder cannot be written.
+        """
+        require_local(fs)
+        pointer = Path(persist_path)
+        folder = Path(self.path) if self.path else pointer.with_suffix(".kvpacket")
+        if not self.path:
+            copy_index(self._index, folder)
+        if not self.path or not isinstance(self._engine.store, DiskStore):
+            copy_packets(self._index, self._engine, folder)
+        write_pointer(pointer, folder)
+
+    @classmethod
+    def from_persist_path(
+        cls, persist_path: str, fs: Any = None, *, engine: KVPacketEngine | None = None, **options: Any
+    ) -> KVPacketVectorStore:
+        """Open what :meth:`persist` made; options are those of the constructor."""
+        require_local(fs)
+        return cls(engine, read_pointer(Path(persist_path)), **options)
+
+    @classmethod
+    def from_persist_dir(
+        cls,
+        persist_dir: str = DEFAULT_PERSIST_DIR,
+        namespace: str = DEFAULT_VECTOR_STORE,
+        fs: Any = None,
+        *,
+        engine: KVPacketEngine | None = None,
+        **options: Any,
+    ) -> KVPacketVectorStore:
+        """Open the vector store of a folder that ``StorageContext.persist`` made, to hand to ``StorageContext``."""
+        path = Path(persist_dir) / f"{namespace}{NAMESPACE_SEP}{DEFAULT_PERSIST_FNAME}"
+        return cls.from_persist_path(str(path), fs, engine=engine, **options)
+
+    def close(self) -> None:
+        """Close the index; the engine stays open."""
+        self._index.close()
+        self._leftovers.clear()
+
+    async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
+        """:meth:`add` in a worker thread."""
+        return await asyncio.to_thread(self.add, nodes, **kwargs)
+
+    async def adelete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
+        """:meth:`delete` in a worker thread."""
+        await asyncio.to_thread(self.delete, ref_doc_id, **delete_kwargs)
+
+    async def adelete_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
+    ) -> None:
+        """:meth:`delete_nodes` in a worker thread."""
+        await asyncio.to_thread(self.delete_nodes, node_ids, filters, **delete_kwargs)
+
+    async def aclear(self) -> None:
+        """:meth:`clear` in a worker thread."""
+        await asyncio.to_thread(self.clear)
+
+    async def aget_nodes(
+        self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None
+    ) -> list[BaseNode]:
+        """:meth:`get_nodes` in a worker thread."""
+        return await asyncio.to_thread(self.get_nodes, node_ids, filters)
+
+    async def aquery(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
+        """:meth:`query` in a worker thread."""
+        return await asyncio.to_thread(self.query, query, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> KVPacketVectorStore:
+        return self.model_copy()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise KVPacketError(f"a {type(self).__name__} is an open index and cannot be pickled; open it in each process")
