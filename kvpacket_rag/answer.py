@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Literal
@@ -86,20 +87,29 @@ class AnswerStream(Iterator[str]):
     """Pieces of an answer as they become certain; joined, they are its text.
 
     Leaving it unfinished is safe: :meth:`close`, or letting go of it, frees the context. Nothing runs
-    between two pieces, and the caller's gradient mode is never touched.
+    between two pieces, and the caller's gradient mode is never touched. One thread may read while
+    another closes, as an event loop does with its worker threads.
     """
 
     def __init__(self, source: Generator[str, None, Answer]) -> None:
         self._source = source
         self._answer: Answer | None = None
+        self._closed = False
+        self._step = threading.Lock()
 
     def __next__(self) -> str:
         try:
-            return next(self._source)
+            with self._step:
+                if self._closed:
+                    raise StopIteration
+                return next(self._source)
         except StopIteration as end:
             if end.value is not None:
                 self._answer = end.value
             raise StopIteration from None
+        finally:
+            if self._closed:  # closed by another thread while the step ran
+                self.close()
 
     @property
     def answer(self) -> Answer:
@@ -119,5 +129,10 @@ class AnswerStream(Iterator[str]):
         return self.answer
 
     def close(self) -> None:
-        """Stop generating and free the context."""
-        self._source.close()
+        """Stop generating and free the context; a step that is running in another thread ends first."""
+        self._closed = True
+        if self._step.acquire(blocking=False):
+            try:
+                self._source.close()
+            finally:
+                self._step.release()

@@ -47,6 +47,9 @@ class GenerationSettings:
     seed: int | None = None
 
     def __post_init__(self) -> None:
+        numbers = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
+        if not all(isinstance(n, int | float) for n in numbers) or not isinstance(self.max_new_tokens, int):
+            raise PromptError(f"generation settings must be numbers, found {self}")
         wrong = [
             (name, value, allowed)
             for name, value, allowed, fine in (

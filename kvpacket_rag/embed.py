@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Protocol
 
 import numpy as np
@@ -64,16 +65,17 @@ class SentenceTransformerEmbedder:
                 "embedding texts needs the package sentence-transformers, which is not installed; run "
                 "`pip install sentence-transformers`, or pass an Embedder of your own"
             ) from error
-        from kvpacket_rag.models import _LOADING, _quiet, resolve_embedder
+        from kvpacket_rag.models import hub_has, quietly_loading, resolve_embedder
 
-        source = str(resolve_embedder(name))
+        source = resolve_embedder(name)
+        local = isinstance(source, Path) or not hub_has(source)
         try:
-            with _LOADING, _quiet():
-                self._model: Any = SentenceTransformer(source, device=device)
+            with quietly_loading():
+                self._model: Any = SentenceTransformer(str(source), device=device, local_files_only=local)
         except (OSError, ValueError, KeyError) as error:
             reason = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise ModelNotFoundError(
-                f"no embedding model can be loaded from {source!r}: {reason}; pass the folder of a "
+                f"no embedding model can be loaded from {str(source)!r}: {reason}; pass the folder of a "
                 "sentence-transformers model or its name on the hub"
             ) from error
         self._name = name.removeprefix("sentence-transformers/")

@@ -164,6 +164,8 @@ class KVPacketEngine:
 
     def _encode_missing(self, missing: Mapping[str, _Missing], progress: Callable[[int, int], None] | None) -> None:
         """Prefill in the foreground while a thread writes what is finished."""
+        if not missing:
+            return
         done, total = 0, sum(len(chunk.ids) for chunk in missing.values())
         pending: deque[tuple[Packet, Future[None]]] = deque()
         with ThreadPoolExecutor(1) as writer:

@@ -26,7 +26,7 @@ from kvpacket_rag.gguf import converted
 logger = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"\w[\w.-]*(/\w[\w.-]*)?")
-_LOADING = threading.Lock()  # transformers sets global state (default dtype, verbosity) while it loads
+_LOADING = threading.RLock()  # transformers sets global state (default dtype, verbosity) while it loads
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +124,7 @@ def load_model(
     """
     source = resolve_model(name)
     safely = {"trust_remote_code": False, "local_files_only": isinstance(source, Path) or not hub_has(source)}
-    with _LOADING, _quiet():
+    with quietly_loading():
         with _explained(name, "tokenizer"):
             tokenizer = AutoTokenizer.from_pretrained(source, **safely)
         with _explained(name, "weights"):
@@ -210,14 +210,15 @@ def _reason(error: BaseException) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """transformers without warnings and progress bars; what goes wrong is raised, not printed."""
-    verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
-    transformers_logging.set_verbosity(logging.ERROR)
-    transformers_logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        transformers_logging.set_verbosity(verbosity)
-        if bars:
-            transformers_logging.enable_progress_bar()
+def quietly_loading() -> Iterator[None]:
+    """transformers without warnings and progress bars, one load at a time; what goes wrong is raised, not printed."""
+    with _LOADING:
+        verbosity, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+        transformers_logging.set_verbosity(logging.ERROR)
+        transformers_logging.disable_progress_bar()
+        try:
+            yield
+        finally:
+            transformers_logging.set_verbosity(verbosity)
+            if bars:
+                transformers_logging.enable_progress_bar()

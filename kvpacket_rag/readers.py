@@ -38,53 +38,12 @@ _BOMS = (  # UTF-32 first: its little-endian mark begins with that of UTF-16
 )
 _DROPPED = frozenset({"title", "script", "style", "template", "noscript", "svg"})  # not "head": it may be left open
 _PARAGRAPHS = frozenset(
-    [
-        "address",
-        "article",
-        "aside",
-        "blockquote",
-        "dl",
-        "fieldset",
-        "figure",
-        "footer",
-        "form",
-        "h1",
-        "h2",
-        "h3",
-        "h4",
-        "h5",
-        "h6",
-        "header",
-        "hr",
-        "main",
-        "nav",
-        "ol",
-        "p",
-        "pre",
-        "section",
-        "table",
-        "ul",
-    ]
+    (
+        "address article aside blockquote dl fieldset figure footer form h1 h2 h3 h4 h5 h6 header hr main nav ol p "
+        "pre section table ul"
+    ).split()
 )
-_LINES = frozenset(
-    [
-        "body",
-        "caption",
-        "dd",
-        "details",
-        "div",
-        "dt",
-        "figcaption",
-        "legend",
-        "li",
-        "option",
-        "summary",
-        "tbody",
-        "tfoot",
-        "thead",
-        "tr",
-    ]
-)
+_LINES = frozenset("body caption dd details div dt figcaption legend li option summary tbody tfoot thead tr".split())
 
 
 @dataclass(frozen=True, slots=True)

@@ -268,3 +268,32 @@ def test_a_lock_is_never_held_between_two_pieces(engine: KVPacketEngine):
     free = threading.Event()
     threading.Thread(target=lambda: (engine.backbone.runner.lock.acquire(), free.set())).start()
     assert free.wait(5)
+
+
+def test_closing_from_another_thread_lets_a_running_step_end_and_frees_the_context(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
+):
+    inside, go_on, step = threading.Event(), threading.Event(), engine.backbone.step
+
+    def slow(*arguments: Any) -> Any:
+        inside.set()
+        go_on.wait(5)
+        return step(*arguments)
+
+    monkeypatch.setattr(engine.backbone, "step", slow)
+    freed: list[Any] = []
+    monkeypatch.setattr(engine.backbone.pool, "give_back", freed.append)
+    stream = engine.stream(ask(CHUNKS), SHORT)
+    reader = threading.Thread(target=lambda: list(stream))
+    reader.start()
+    assert inside.wait(5)
+    stream.close()
+    assert not freed
+    go_on.set()
+    reader.join(5)
+    assert len(freed) == 1 and next(stream, None) is None
+
+
+def test_settings_of_the_wrong_type_are_refused():
+    with pytest.raises(PromptError, match="numbers"):
+        GenerationSettings(temperature="hot")  # type: ignore[arg-type]
