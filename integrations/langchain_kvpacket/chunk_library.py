@@ -1,0 +1,146 @@
+"""Rows and packets kept in step: what a vector store does besides converting types and searching."""
+
+from __future__ import annotations
+
+import uuid
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpacket_rag import (
+    Chunk,
+    DiskStore,
+    Embedder,
+    KVPacketEngine,
+    PacketIndex,
+    PacketSignature,
+    StoreError,
+)
+
+_PAGE = 64  # chunks copied at a time
+_PREFIX = "owner_prefix"
+
+
+class ChunkLibrary:
+    """Chunks with vectors in an index and packets in the engine's store.
+
+    Several indexes may share one engine, and often have equal ids. So a chunk owns its packet under
+    its id and a prefix of its index's own; in an index whose folder holds its own packets the prefix
+    is empty.
+
+    Args:
+        engine: makes and keeps the packets.
+        index: of rows and vectors.
+        embedder: the one the index was built with.
+        own_packets: the engine's store serves this index alone.
+
+    Raises:
+        PacketMismatchError: the index's packets are of another model, adapter or dtype.
+        StoreError: its vectors are of other embeddings.
+    """
+
+    def __init__(
+        self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder, own_packets: bool = False
+    ) -> None:
+        self.engine = engine
+        self.index = index
+        self.embedder = embedder
+        self._claim(index)
+        if index.get_setting(_PREFIX) is None and not len(index):
+            index.set_setting(_PREFIX, "" if own_packets else f"{uuid.uuid4()}/")
+        self._prefix = index.get_setting(_PREFIX) or ""
+
+    def put(self, chunks: Sequence[Chunk]) -> None:
+        """Add chunks, or replace those whose ids are known; all or none.
+
+        A text that has a packet is not encoded again, and one that keeps its id is not embedded again.
+
+        Args:
+            chunks: each id once.
+
+        Raises:
+            DocumentError: a text is empty or too long.
+            StoreError: metadata cannot be stored, or the files cannot be written.
+        """
+        ids = [chunk.chunk_id for chunk in chunks]
+        old = {chunk.chunk_id: chunk for chunk in self.index.get(ids)}
+        vectors = self._embed(chunks, old)
+        guards = self._guards(ids)
+        try:
+            packets = self.engine.encode([chunk.text for chunk in chunks], guards)
+            self.index.add(chunks, vectors, packets)
+            changed = [c.chunk_id for c in chunks if old.get(c.chunk_id, c).text.strip() != c.text.strip()]
+            self.engine.drop_owners(self._owners(changed))
+            for packet, owner in zip(packets, self._owners(ids), strict=True):
+                self.engine.store.add_owner(packet, owner)
+        finally:
+            self.engine.drop_owners(guards)
+
+    def delete(self, ids: Iterable[str] | None) -> None:
+        """Delete chunks, and packets that no other chunk needs; None deletes all, unknown ids are no error."""
+        names = [chunk.chunk_id for chunk, _ in self.index.rows()] if ids is None else list(ids)
+        # Rows first: a packet without a row is only waste, a row without a packet would be read in full.
+        self.index.delete(names)
+        # Owners of all names, for a process that was killed here or in put() may have left some without a row.
+        self.engine.drop_owners([*self._owners(names), *self._guards(names)])
+
+    def copy_to(self, folder: str | Path) -> None:
+        """Copy rows, vectors and packets into a folder.
+
+        Raises:
+            StoreError: the folder holds an index with chunks already, or cannot be written.
+        """
+        index = PacketIndex.open(folder)
+        packets = DiskStore(folder)
+        try:
+            if len(index):
+                raise StoreError(f"the index in {folder} holds {len(index)} texts already; save into an empty folder")
+            index.set_setting(_PREFIX, "")
+            self._claim(index)
+            rows = [chunk for chunk, _ in self.index.rows()]
+            for start in range(0, len(rows), _PAGE):
+                self._copy(rows[start : start + _PAGE], index, packets)
+        finally:
+            packets.close()
+            index.close()
+
+    def _copy(self, chunks: Sequence[Chunk], index: PacketIndex, packets: DiskStore) -> None:
+        ids = [chunk.chunk_id for chunk in chunks]
+        found = self.engine.encode([chunk.text for chunk in chunks], self._owners(ids))  # only what was evicted
+        for chunk, packet in zip(chunks, found, strict=True):
+            packets.put(self.engine.store.get(packet, self.engine.signature), chunk.text.strip(), chunk.chunk_id)
+        index.add(chunks, self.index.vectors(ids), found)
+
+    def _claim(self, index: PacketIndex) -> None:
+        """Refuse an index that was built with something else; write into a new one what it is built with."""
+        signature, name = self.engine.signature, self.embedder.name
+        if stored := index.get_setting("signature"):
+            signature.require(PacketSignature.from_json(stored), "any of the index")
+        if index.get_setting("embedder") not in (None, name):
+            raise StoreError(
+                f"the index was built with the embeddings {index.get_setting('embedder')!r}, these are {name!r}; pass "
+                "the former, or add the texts to a new index"
+            )
+        facts = {"signature": signature.to_json(), "dtype": signature.dtype, "model": self.engine.model_name}
+        for key, value in {**facts, "embedder": name}.items():
+            if index.get_setting(key) is None:
+                index.set_setting(key, value)
+
+    def _embed(self, chunks: Sequence[Chunk], old: Mapping[str, Chunk]) -> npt.NDArray[np.float32]:
+        """(n, dim); a text that is stored under its id keeps its vector."""
+        kept = [c.chunk_id for c in chunks if c.chunk_id in old and old[c.chunk_id].text == c.text]
+        vectors = dict(zip(kept, self.index.vectors(kept), strict=True))
+        if new := [chunk for chunk in chunks if chunk.chunk_id not in vectors]:
+            embedded = self.embedder.embed_documents([chunk.text for chunk in new])
+            vectors |= dict(zip([chunk.chunk_id for chunk in new], embedded, strict=True))
+        return np.array([vectors[chunk.chunk_id] for chunk in chunks], np.float32)
+
+    def _owners(self, ids: Iterable[str]) -> list[str]:
+        """Under which names chunks own their packets."""
+        return [self._prefix + name for name in ids]
+
+    def _guards(self, ids: Iterable[str]) -> list[str]:
+        """Under which names they do so until their rows are written; a failure leaves no packets behind."""
+        return [f"{self._prefix}{name} (being added)" for name in ids]

@@ -1,0 +1,145 @@
+"""A LangChain text model that answers from packets."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LangSmithParams
+from langchain_core.language_models.llms import BaseLLM
+from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables.config import run_in_executor
+from pydantic import ConfigDict, model_validator
+
+from kvpacket_rag import Answer, Message, __version__
+from langchain_kvpacket.options import EngineFields, answer_facts
+
+
+class KVPacketLLM(EngineFields, BaseLLM):
+    """Text model that takes the text it knows from packets and reads only the rest.
+
+    The prompt is one message of the user when the model has a chat template, so that an instruction
+    model answers it. For whole chats, :class:`ChatKVPacket` keeps the roles apart.
+
+    Setup:
+        ``pip install "kvpacket-rag[langchain]"``. The model runs in this process; there is no key.
+
+    Key init args:
+        model, store, adapter, device, dtype: what the engine is loaded from; or engine, one that is
+            there already, or :meth:`from_engine`.
+        max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of decoding.
+        raw: the prompt is final, with every control token in it.
+
+    Instantiate:
+        >>> llm = KVPacketLLM(model="smollm2-135m-instruct", store="library", max_tokens=64)
+
+    Invoke:
+        >>> llm.invoke(f"{chunk}\\n\\nWho signed it?")  # doctest: +SKIP
+
+    Token usage:
+        ``llm.generate([prompt]).llm_output["token_usage"]``; each generation's ``generation_info`` has
+        chunks_reused, packet_tokens, prefilled_tokens, misses (with reasons), timings and finish_reason.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+    raw: bool = False
+    """Take the prompt as final text: no chat template is applied."""
+
+    @model_validator(mode="after")
+    def _set_kvpacket_version(self) -> Self:
+        self._add_version("kvpacket-rag", __version__)
+        return self
+
+    @property
+    def _llm_type(self) -> str:
+        return "kvpacket"
+
+    @property
+    def _identifying_params(self) -> Mapping[str, Any]:
+        return {**self._identity(), "raw": self.raw}
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        return self._trace(super()._get_ls_params(stop, **kwargs), stop)
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Tokens of a text by the model's own tokenizer."""
+        return self.custom_get_token_ids(text) if self.custom_get_token_ids else self.engine.token_ids(text)
+
+    def generate(self, *args: Any, **kwargs: Any) -> LLMResult:
+        """As in the base class; the engine is loaded first, for the key of the answer cache needs it."""
+        self.shared_engine.get()
+        return super().generate(*args, **kwargs)
+
+    async def agenerate(self, *args: Any, **kwargs: Any) -> LLMResult:
+        """As :meth:`generate`; the engine is loaded in another thread."""
+        await run_in_executor(None, self.shared_engine.get)
+        return await super().agenerate(*args, **kwargs)
+
+    def _generate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        call = self._call(stop, kwargs)
+        answers = [call.stream(self.engine, self._prompt(prompt)).read_all() for prompt in prompts]
+        return self._result([(answer.text, self._facts(answer)) for answer in answers])
+
+    async def _agenerate(
+        self,
+        prompts: list[str],
+        stop: list[str] | None = None,
+        run_manager: AsyncCallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> LLMResult:
+        answers = []
+        for prompt in prompts:
+            # Token by token, so that a task that is cancelled stops the model too.
+            chunks = [chunk async for chunk in self._astream(prompt, stop, **kwargs)]
+            answers.append(("".join(chunk.text for chunk in chunks), chunks[-1].generation_info or {}))
+        return self._result(answers)
+
+    def _stream(
+        self,
+        prompt: str,
+        stop: list[str] | None = None,
+        run_manager: CallbackManagerForLLMRun | None = None,
+        **kwargs: Any,
+    ) -> Iterator[GenerationChunk]:
+        stream = self._call(stop, kwargs).stream(self.engine, self._prompt(prompt))
+        try:
+            for piece in stream:
+                yield _reported(GenerationChunk(text=piece), run_manager)
+            answer = stream.answer
+        finally:
+            stream.close()
+        yield _reported(GenerationChunk(text="", generation_info=self._facts(answer)), run_manager)
+
+    def _prompt(self, text: str) -> str | Sequence[Message]:
+        return text if self.raw or not self.engine.has_chat_template else [Message("user", text)]
+
+    def _facts(self, answer: Answer) -> dict[str, Any]:
+        usage = answer.usage
+        return {
+            **answer_facts(self.model, answer),
+            "token_usage": _counts(usage.prompt_tokens, usage.completion_tokens),
+        }
+
+    def _result(self, answers: Sequence[tuple[str, dict[str, Any]]]) -> LLMResult:
+        generations = [[Generation(text=text, generation_info=facts)] for text, facts in answers]
+        used = [facts["token_usage"] for _, facts in answers]
+        total = _counts(sum(u["prompt_tokens"] for u in used), sum(u["completion_tokens"] for u in used))
+        return LLMResult(generations=generations, llm_output={"model_name": self.model, "token_usage": total})
+
+
+def _counts(prompt: int, completion: int) -> dict[str, int]:
+    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+
+
+def _reported(chunk: GenerationChunk, run_manager: CallbackManagerForLLMRun | None) -> GenerationChunk:
+    if run_manager is not None:
+        run_manager.on_llm_new_token(chunk.text, chunk=chunk)
+    return chunk

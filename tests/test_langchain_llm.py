@@ -1,0 +1,126 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from conftest import CHUNKS
+from langchain_core.caches import InMemoryCache
+from langchain_core.callbacks import BaseCallbackHandler
+from langchain_core.messages import HumanMessage
+from langchain_kvpacket import ChatKVPacket, KVPacketLLM
+from langchain_samples import across_tokens, lent_contexts
+from templates import tokenizer_with
+
+from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PromptError
+from kvpacket_rag.backbone import Backbone
+
+PROMPT = f"{CHUNKS[1]}\n\n{CHUNKS[3]}\n\nWho signed it?"
+
+
+@pytest.fixture
+def llm(engine: KVPacketEngine) -> KVPacketLLM:
+    engine.encode(CHUNKS)
+    return KVPacketLLM.from_engine(engine, max_tokens=24)
+
+
+def test_a_prompt_is_a_message_of_the_user_and_answered_from_packets(soft_engine: KVPacketEngine):
+    soft_engine.encode(CHUNKS)
+    result = KVPacketLLM(engine=soft_engine, max_tokens=24).generate([PROMPT])
+    expected = soft_engine.generate([Message("user", PROMPT)], GenerationSettings(max_new_tokens=24))
+    assert result.generations[0][0].text == expected.text
+    assert result.generations[0][0].generation_info["chunks_reused"] == 2  # type: ignore[index]
+
+
+@pytest.mark.parametrize("template", [True, False])
+def test_a_raw_prompt_or_a_model_without_template_takes_the_text_as_it_is(
+    llm: KVPacketLLM, make_model: Any, template: bool
+):
+    tokenizer = tokenizer_with(None)
+    bare = KVPacketEngine(Backbone(make_model(vocab_size=len(tokenizer)), tokenizer))
+    model = KVPacketLLM(engine=llm.engine, raw=True) if template else KVPacketLLM(engine=bare)
+    expected = model.engine.generate(PROMPT, GenerationSettings(max_new_tokens=9))
+    assert model.invoke(PROMPT, max_tokens=9) == expected.text
+    assert expected.text != llm.invoke(PROMPT, max_tokens=9)
+
+
+async def test_every_way_to_ask_gives_the_same_text(llm: KVPacketLLM):
+    text = llm.invoke(PROMPT)
+    assert await llm.ainvoke(PROMPT) == "".join(llm.stream(PROMPT)) == text
+    assert "".join([piece async for piece in llm.astream(PROMPT)]) == text
+    assert (
+        llm.batch([PROMPT, "Hi", PROMPT]) == await llm.abatch([PROMPT, "Hi", PROMPT]) == [text, llm.invoke("Hi"), text]
+    )
+    assert llm.invoke([HumanMessage(PROMPT)]) == llm.invoke(f"Human: {PROMPT}")
+
+
+async def test_usage_is_summed_over_prompts_and_told_for_each(llm: KVPacketLLM):
+    counts = [llm.engine.generate([Message("user", text)], GenerationSettings(24)).usage for text in (PROMPT, "Hi")]
+    for result in (llm.generate([PROMPT, "Hi"]), await llm.agenerate([PROMPT, "Hi"])):
+        assert result.llm_output and result.llm_output["token_usage"] == {
+            "prompt_tokens": sum(usage.prompt_tokens for usage in counts),
+            "completion_tokens": 48,
+            "total_tokens": sum(usage.prompt_tokens for usage in counts) + 48,
+        }
+        facts = [generations[0].generation_info or {} for generations in result.generations]
+        assert [fact["chunks_reused"] for fact in facts] == [2, 0]
+        assert [fact["finish_reason"] for fact in facts] == ["length", "length"]
+
+
+async def test_a_stop_text_across_two_tokens_ends_the_answer_before_it(llm: KVPacketLLM):
+    whole, stop = llm.invoke(PROMPT), across_tokens(list(llm.stream(PROMPT)))
+    expected = whole[: whole.index(stop)]
+    assert llm.invoke(PROMPT, stop=[stop]) == "".join(llm.stream(PROMPT, stop=[stop])) == expected
+    stopping = KVPacketLLM(engine=llm.engine, max_new_tokens=24, stop_sequences=[stop])
+    assert stopping.batch([PROMPT]) == [await stopping.ainvoke(PROMPT)] == [expected]
+    assert stopping.invoke(PROMPT, stop=["never"]) == whole
+
+
+def test_every_piece_is_told_to_a_handler_once(llm: KVPacketLLM):
+    heard: list[str] = []
+
+    class Listener(BaseCallbackHandler):
+        def on_llm_new_token(self, token: str, **_: Any) -> None:
+            heard.append(token)
+
+    assert list(llm.stream(PROMPT, {"callbacks": [Listener()]})) == heard
+
+
+def test_a_stream_nobody_reads_on_frees_its_context(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
+    with lent_contexts(llm.engine, monkeypatch) as lent:
+        stream = llm.stream(PROMPT)
+        assert next(stream) and len(lent) == 1
+        stream.close()  # type: ignore[attr-defined]
+        assert not lent
+
+
+def test_an_error_is_the_callers(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(llm.engine.backbone, "step", lambda *_: 1 / 0)
+        for ask in (llm.invoke, lambda prompt: list(llm.stream(prompt))):
+            with pytest.raises(ZeroDivisionError):
+                ask(PROMPT)
+    assert llm.invoke(PROMPT)
+    with pytest.raises(PromptError, match="tool calling"):
+        llm.bind(tools=[{"name": "look"}]).invoke(PROMPT)
+
+
+def test_a_cached_answer_is_served_to_the_same_model_and_packets_alone(
+    llm: KVPacketLLM, soft_engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
+):
+    soft_engine.encode(CHUNKS)
+    cache = InMemoryCache()
+    models = [KVPacketLLM(engine=e, max_tokens=4, cache=cache) for e in (llm.engine, soft_engine)]
+    models.append(KVPacketLLM(engine=llm.engine, max_tokens=4, cache=cache, raw=True))
+    first = [model.invoke(PROMPT) for model in models]
+    assert first == [model.model_copy(update={"cache": False}).invoke(PROMPT) for model in models]
+    monkeypatch.setattr(llm.engine.backbone, "step", lambda *_: pytest.fail("generated again"))
+    assert [model.invoke(PROMPT) for model in models] == first
+
+
+def test_tokens_are_counted_by_the_models_own_tokenizer(llm: KVPacketLLM, tokenizer: Any):
+    assert llm.get_num_tokens(PROMPT) == len(tokenizer(PROMPT, add_special_tokens=False)["input_ids"])
+
+
+def test_chat_and_text_model_share_one_engine(llm: KVPacketLLM):
+    chat = ChatKVPacket.from_engine(llm.engine, max_tokens=24)
+    assert chat.engine is llm.engine and chat.invoke(PROMPT).content == llm.invoke(PROMPT)

