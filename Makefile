@@ -29,7 +29,8 @@ types: $(READY)
 check: lint types test
 
 bench: $(READY)
-	$(BIN)/kvpacket bench
+	$(BIN)/python benchmarks/serving.py
+	$(BIN)/python benchmarks/memory.py
 
 clean:
 	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache dist

@@ -81,6 +81,7 @@ class _Loading:
     """What loading has counted so far."""
 
     misses: list[Miss] = field(default_factory=list)
+    packet_tokens: int = 0
     encoded_tokens: int = 0
     reused: int = 0
 
@@ -140,26 +141,35 @@ class Prefiller:
         with self._store.hold([part.packet_id for part in parts if part.packet_id]):
             ready = self._absorb(self._load(parts, count))
             loaded = time.perf_counter()
+            preamble = self._new_preamble(ready)
             slots = sum(part.packet.tensors[0].shape[2] if part.packet else part.num_tokens for part in ready)
             context = self._backbone.pool.take(slots + max_new_tokens)
             try:
-                texts: list[tuple[Span, list[int]]] = []
-                for part in ready:
-                    if part.packet:
-                        context.place(part.packet)
-                    else:
-                        texts.append((context.reserve(part.num_tokens), self.ids(part)))
+                texts = self._lay_out(ready, context, count)
                 assembled = time.perf_counter()
                 bound = self._backbone.bind(context)
                 logits = self._backbone.prefill(bound, texts)
-                self._keep_preamble(ready, context)
+                if preamble is not None:
+                    self._keep_preamble(preamble, context)
             except BaseException:
                 self._backbone.pool.give_back(context)
                 raise
-        taken = sum(p.packet.num_tokens for p in ready if p.packet) - count.encoded_tokens
-        read = sum(p.num_tokens for p in ready if not p.packet) + count.encoded_tokens
+        taken = count.packet_tokens - count.encoded_tokens
+        read = sum(len(ids) for _, ids in texts) + count.encoded_tokens
         seconds = loaded - started, assembled - loaded
         return Prefilled(context, bound, logits, taken, read, count.reused, tuple(count.misses), *seconds)
+
+    def _lay_out(self, parts: list[Part], context: Context, count: _Loading) -> list[tuple[Span, list[int]]]:
+        """Write packets into the context, reserve room for text; each packet is let go of once it is written."""
+        texts: list[tuple[Span, list[int]]] = []
+        for part in parts:
+            if part.packet:
+                context.place(part.packet)
+                count.packet_tokens += part.packet.num_tokens
+                part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
+            else:
+                texts.append((context.reserve(part.num_tokens), self.ids(part)))
+        return texts
 
     def _load(self, parts: Sequence[Part], count: _Loading) -> list[Part]:
         """Put packets into the parts that name one; a chunk at the very end becomes text."""
@@ -172,10 +182,10 @@ class Prefiller:
                 ready.append(replace(part, packet_id=None))
             else:
                 ready.append(replace(part, packet=self._fetch(part.packet_id, part, count)))
-        if len(ready) > 1 and ready[0].packet is None and ready[1].packet:
+        preamble = self._new_preamble(ready)
+        if preamble is not None:
             with self._lock:
-                known = self._preambles.get(tuple(self.ids(ready[0])))
-            ready[0] = replace(ready[0], packet=known)
+                ready[0] = replace(ready[0], packet=self._preambles.get(tuple(preamble)))
         return ready
 
     def _fetch(self, name: str, part: Part, count: _Loading) -> Packet:
@@ -204,11 +214,14 @@ class Prefiller:
         ]
         return [part for part, absorbed in zip(parts, [False, *inside, False], strict=False) if not absorbed]
 
-    def _keep_preamble(self, parts: Sequence[Part], context: Context) -> None:
-        """What stood before the first packet, as a packet of its own: no adapter, position 0, exact."""
+    def _new_preamble(self, parts: Sequence[Part]) -> list[int] | None:
+        """Tokens before the first packet that are not a packet yet."""
         if len(parts) < 2 or parts[0].packet or not parts[1].packet:
-            return
-        ids = self.ids(parts[0])
+            return None
+        return self.ids(parts[0])
+
+    def _keep_preamble(self, ids: list[int], context: Context) -> None:
+        """Keep what stood before the first packet as a packet of its own: no adapter, position 0, exact."""
         signature = replace(self._encoder.signature, adapter="none")
         tensors = context.extract(Span(0, 0, len(ids)))
         with self._lock:
