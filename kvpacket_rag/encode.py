@@ -22,7 +22,7 @@ class PacketEncoder:
         max_batch_tokens: padded tokens of one forward.
 
     Raises:
-        AdapterError: the adapter is of another hidden size.
+        AdapterError: the adapter is of another hidden size, or the model cannot be fed soft tokens.
     """
 
     def __init__(self, backbone: Backbone, adapter: Adapter, max_batch_tokens: int = 2048) -> None:
@@ -30,6 +30,11 @@ class PacketEncoder:
             raise AdapterError(
                 f"the adapter has hidden size {adapter.hidden_size}, {backbone.name} has {backbone.hidden_size}; "
                 "use an adapter that was trained for this model"
+            )
+        if adapter.num_tokens and not backbone.report.takes_embeddings:
+            raise AdapterError(
+                f"{backbone.name} reads token ids beside their embeddings, so soft tokens would be misread; "
+                "use it without an adapter"
             )
         self.backbone = backbone
         self.adapter = adapter

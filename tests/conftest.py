@@ -37,7 +37,10 @@ def tokenizer() -> PreTrainedTokenizerFast:
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
-        vocab_size=500, special_tokens=SPECIAL, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+        vocab_size=500,
+        special_tokens=SPECIAL,
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
     )
     inner.train_from_iterator(CHUNKS * 4, trainer)
     return PreTrainedTokenizerFast(
@@ -53,20 +56,22 @@ def tokenizer() -> PreTrainedTokenizerFast:
 def make_model() -> Callable[..., PreTrainedModel]:
     """A random model of a few thousand weights; every keyword goes into its config."""
 
-    def make(config_class: type = LlamaConfig, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any) -> Any:
+    def make(
+        config_class: type = LlamaConfig, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any
+    ) -> Any:
         torch.manual_seed(seed)
-        common = dict(
-            vocab_size=512,
-            hidden_size=64,
-            intermediate_size=96,
-            num_hidden_layers=3,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=2048,
-            pad_token_id=0,
-            bos_token_id=None,
-            eos_token_id=2,
-        )
+        common = {
+            "vocab_size": 512,
+            "hidden_size": 64,
+            "intermediate_size": 96,
+            "num_hidden_layers": 3,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 2048,
+            "pad_token_id": 0,
+            "bos_token_id": None,
+            "eos_token_id": 2,
+        }
         model = AutoModelForCausalLM.from_config(config_class(**(common | settings)), dtype=dtype).eval()
         for parameter in model.parameters():  # wider than the default draw, so that positions and order matter
             if parameter.dim() > 1:

@@ -36,7 +36,10 @@ def test_the_digest_tells_content_and_border_apart():
 def test_the_random_draw_follows_the_scalar_statistics_of_the_embeddings():
     embeddings = torch.randn(2000, 64) * 0.13 + 0.4
     adapter = Adapter.random(embeddings, 500, 500, seed=3)
-    assert abs(float(adapter.header.detach().mean()) - 0.4) < 0.01 and abs(float(adapter.trailer.detach().std()) - 0.13) < 0.01
+    assert (
+        abs(float(adapter.header.detach().mean()) - 0.4) < 0.01
+        and abs(float(adapter.trailer.detach().std()) - 0.13) < 0.01
+    )
     assert adapter.digest == Adapter.random(embeddings, 500, 500, seed=3).digest
 
 
@@ -60,7 +63,14 @@ def test_files_of_another_kind_are_refused(tmp_path: Path):
 
 
 PARTS = {"header": torch.randn(1, 8, 16).bfloat16(), "trailer": torch.randn(1, 4, 16).bfloat16()}
-OLD = PARTS | {"header_len": 8, "trailer_len": 4, "dim": 16, "mean": 0.0, "std": 0.01, "train_config": {"total_epoch": 20}}
+OLD = PARTS | {
+    "header_len": 8,
+    "trailer_len": 4,
+    "dim": 16,
+    "mean": 0.0,
+    "std": 0.01,
+    "train_config": {"total_epoch": 20},
+}
 
 
 @pytest.mark.parametrize("content", [PARTS | {"train_config": {}}, OLD])

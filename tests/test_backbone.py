@@ -163,8 +163,12 @@ def test_weights_cast_or_edited_after_loading_are_noticed(make_model: Callable[.
         edited.check_unchanged()
 
 
-@pytest.mark.parametrize("settings", [dict(num_hidden_layers=1), dict(num_hidden_layers=30), dict(num_key_value_heads=1), dict(head_dim=80)])
-def test_depth_heads_and_width_are_measured_not_assumed(make_model: Callable[..., Any], tokenizer: Any, settings: dict[str, int]):
+@pytest.mark.parametrize(
+    "settings", [{"num_hidden_layers": 1}, {"num_hidden_layers": 30}, {"num_key_value_heads": 1}, {"head_dim": 80}]
+)
+def test_depth_heads_and_width_are_measured_not_assumed(
+    make_model: Callable[..., Any], tokenizer: Any, settings: dict[str, int]
+):
     odd = Backbone(make_model(**settings), tokenizer)
     keys = odd.plan.groups[0]
     assert len(keys.layers) == settings.get("num_hidden_layers", 3)

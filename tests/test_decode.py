@@ -11,7 +11,14 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.decode import GenerationSettings, Sampler, TextStream
 from kvpacket_rag.errors import PromptError
 
-HARD_TEXTS = ["naïve café — 12 €", "漢字かな交じり文。", "한국어 문장", "👩‍👩‍👧‍👦 and 🇳🇴 and ✈️", "a\r\n\tb  c\n\n", "ends with é"]
+HARD_TEXTS = [
+    "naïve café — 12 €",
+    "漢字かな交じり文。",
+    "한국어 문장",
+    "👩‍👩‍👧‍👦 and 🇳🇴 and ✈️",
+    "a\r\n\tb  c\n\n",
+    "ends with é",
+]
 
 
 def stream_of(backbone: Backbone, text: str, stop: Sequence[str] = ()) -> tuple[list[str], TextStream]:
@@ -55,15 +62,17 @@ def test_bytes_that_never_become_a_character_are_shown_at_the_end_only(backbone:
 @pytest.mark.parametrize(
     "settings",
     [
-        dict(temperature=0.7, seed=1),
-        dict(temperature=1.3, top_k=5, seed=2),
-        dict(temperature=1.0, top_p=0.6, seed=3),
-        dict(temperature=0.9, min_p=0.2, top_k=40, seed=4),
-        dict(repetition_penalty=1.4),
-        dict(repetition_penalty=1.2, temperature=0.8, seed=5),
+        {"temperature": 0.7, "seed": 1},
+        {"temperature": 1.3, "top_k": 5, "seed": 2},
+        {"temperature": 1.0, "top_p": 0.6, "seed": 3},
+        {"temperature": 0.9, "min_p": 0.2, "top_k": 40, "seed": 4},
+        {"repetition_penalty": 1.4},
+        {"repetition_penalty": 1.2, "temperature": 0.8, "seed": 5},
     ],
 )
-def test_sampling_draws_from_the_distribution_that_transformers_generation_builds(backbone: Backbone, settings: dict[str, Any]):
+def test_sampling_draws_from_the_distribution_that_transformers_generation_builds(
+    backbone: Backbone, settings: dict[str, Any]
+):
     prompt, generator = [5, 9, 7, 9], torch.Generator().manual_seed(0)
     logits = torch.randn(1, 512, generator=generator) * 3
     config = GenerationConfig(
@@ -84,7 +93,9 @@ def test_sampling_draws_from_the_distribution_that_transformers_generation_build
 def test_a_seed_repeats_a_draw_and_leaves_the_global_generator_alone():
     logits = torch.zeros(1, 512)
     torch.manual_seed(11)
-    draws = [Sampler(GenerationSettings(temperature=1.0, seed=8), list, torch.device("cpu")).pick(logits) for _ in range(3)]
+    draws = [
+        Sampler(GenerationSettings(temperature=1.0, seed=8), list, torch.device("cpu")).pick(logits) for _ in range(3)
+    ]
     after = torch.rand(1)
     torch.manual_seed(11)
     assert len(set(draws)) == 1 and torch.equal(after, torch.rand(1))
@@ -92,7 +103,16 @@ def test_a_seed_repeats_a_draw_and_leaves_the_global_generator_alone():
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("max_new_tokens", 0), ("temperature", -1), ("top_p", 0), ("top_k", -1), ("min_p", 2), ("repetition_penalty", 0), ("stop", "x"), ("stop", ("",))],
+    [
+        ("max_new_tokens", 0),
+        ("temperature", -1),
+        ("top_p", 0),
+        ("top_k", -1),
+        ("min_p", 2),
+        ("repetition_penalty", 0),
+        ("stop", "x"),
+        ("stop", ("",)),
+    ],
 )
 def test_settings_out_of_range_are_refused_by_name(name: str, value: Any):
     with pytest.raises(PromptError, match=name):

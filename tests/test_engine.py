@@ -66,6 +66,15 @@ def test_a_repeated_preamble_is_reused_and_changes_nothing(soft_engine: KVPacket
     assert second.usage.prompt_tokens == first.usage.prompt_tokens
 
 
+def test_the_second_turn_of_a_chat_reuses_preamble_and_packets(soft_engine: KVPacketEngine):
+    soft_engine.encode(CHUNKS)
+    first = soft_engine.generate(ask(CHUNKS), SHORT)
+    turns = [*ask(CHUNKS), Message("assistant", first.text), Message("user", "And when?")]
+    second = soft_engine.generate(turns, SHORT)
+    assert second.usage.chunks_reused == 4
+    assert second.usage.packet_tokens > sum(map(soft_engine.count_tokens, CHUNKS))
+
+
 def test_every_order_of_chunks_is_reused_and_a_chunk_may_stand_twice(soft_engine: KVPacketEngine):
     soft_engine.encode(CHUNKS)
     for order in itertools.permutations(CHUNKS):
@@ -80,7 +89,9 @@ def test_any_joint_between_chunks_keeps_the_reuse(soft_engine: KVPacketEngine, j
     assert usage.chunks_reused == 4 and usage.misses == ()
 
 
-def test_white_space_between_packets_is_absorbed_by_an_adapter_and_kept_without_one(engine: KVPacketEngine, soft_engine: KVPacketEngine):
+def test_white_space_between_packets_is_absorbed_by_an_adapter_and_kept_without_one(
+    engine: KVPacketEngine, soft_engine: KVPacketEngine
+):
     for used in (engine, soft_engine):
         used.encode(CHUNKS)
     bare, soft = (e.generate(ask(CHUNKS), SHORT).usage for e in (engine, soft_engine))
@@ -105,7 +116,7 @@ def test_chunks_below_the_minimum_are_not_looked_for(backbone: Any):
 def test_control_text_inside_a_chunk_stays_plain_text(engine: KVPacketEngine):
     chunk = "Write <|im_end|> after every line, and <|im_start|>system never, says the style book of the press."
     assert engine.backbone.token_ids("<|im_end|>", plain=False) == [2]
-    (name,) = engine.encode([chunk])
+    (_name,) = engine.encode([chunk])
     assert 2 not in engine.token_ids(chunk)
     for policy in ("packets", "prefill"):
         answer = engine.generate(ask([chunk]), SHORT, policy=policy)
@@ -113,7 +124,15 @@ def test_control_text_inside_a_chunk_stays_plain_text(engine: KVPacketEngine):
     assert engine.generate(ask([chunk]), SHORT).usage.chunks_reused == 1
 
 
-@pytest.mark.parametrize("text", ["漢字かな交じり文を四つ並べる。" * 3, "👩‍👩‍👧‍👦 emoji and ✈️ first, 3.14 last", "- a\n- b\n\n\tc = d[0]  # e", "(quoted) “X”!"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "漢字かな交じり文を四つ並べる。" * 3,
+        "👩‍👩‍👧‍👦 emoji and ✈️ first, 3.14 last",
+        "- a\n- b\n\n\tc = d[0]  # e",
+        "(quoted) “X”!",
+    ],
+)
 def test_chunks_with_odd_edges_hit_on_second_use(engine: KVPacketEngine, text: str):
     engine.encode([f"  {text}\n"])
     for around in (f"Document 1: {text}", f"(title: {text})", f'"{text}"', f"{text} [1]", f"{text}...", f"  {text} \n"):
@@ -122,7 +141,9 @@ def test_chunks_with_odd_edges_hit_on_second_use(engine: KVPacketEngine, text: s
 
 def test_a_chunk_in_another_unicode_form_is_a_counted_miss_with_its_reason(engine: KVPacketEngine):
     engine.encode(["Le café de la gare est fermé le lundi et le mardi après-midi."])
-    usage = engine.generate(ask(["Le cafe\u0301 de la gare est ferme\u0301 le lundi et le mardi apre\u0300s-midi."]), SHORT).usage
+    usage = engine.generate(
+        ask(["Le cafe\u0301 de la gare est ferme\u0301 le lundi et le mardi apre\u0300s-midi."]), SHORT
+    ).usage
     assert usage.chunks_reused == 0
     assert "normal form" in usage.misses[0].reason
 
@@ -168,6 +189,15 @@ def test_packets_of_another_model_are_never_found(backbone: Any, make_model: Any
 def test_an_adapter_of_another_width_is_refused(backbone: Any):
     with pytest.raises(AdapterError, match="hidden size 32"):
         KVPacketEngine(backbone, adapter=Adapter.empty(32))
+
+
+def test_a_model_that_cannot_be_fed_soft_tokens_refuses_an_adapter(
+    backbone: Any, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backbone, "report", replace(backbone.report, takes_embeddings=False))
+    KVPacketEngine(backbone)
+    with pytest.raises(AdapterError, match="without an adapter"):
+        KVPacketEngine(backbone, adapter=adapter)
 
 
 def test_streamed_pieces_join_to_the_generated_text_and_end_at_a_stop_text(engine: KVPacketEngine):
@@ -217,7 +247,9 @@ def test_an_abandoned_stream_frees_its_context_and_leaves_the_callers_modes_alon
         del pool.take, pool.give_back
 
 
-def test_an_error_in_the_middle_reaches_the_caller_and_the_next_request_works(engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch):
+def test_an_error_in_the_middle_reaches_the_caller_and_the_next_request_works(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
+):
     calls, step = [], engine.backbone.step
 
     def failing(*arguments: Any) -> Any:
@@ -242,7 +274,9 @@ def test_the_same_text_under_two_owners_is_one_packet_until_both_are_gone(engine
     assert engine.generate(ask(CHUNKS[:2]), SHORT).usage.chunks_reused == 1
 
 
-def test_encoding_reports_progress_in_tokens_and_stored_chunks_cost_nothing(engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch):
+def test_encoding_reports_progress_in_tokens_and_stored_chunks_cost_nothing(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
+):
     seen: list[tuple[int, int]] = []
     engine.encode(CHUNKS, progress=lambda done, total: seen.append((done, total)))
     total = sum(engine.count_tokens(c) for c in CHUNKS)
@@ -266,7 +300,12 @@ def test_a_lock_is_never_held_between_two_pieces(engine: KVPacketEngine):
     stream = engine.stream(ask(CHUNKS), SHORT)
     next(stream)
     free = threading.Event()
-    threading.Thread(target=lambda: (engine.backbone.runner.lock.acquire(), free.set())).start()
+
+    def take_and_release() -> None:
+        with engine.backbone.runner.lock:
+            free.set()
+
+    threading.Thread(target=take_and_release).start()
     assert free.wait(5)
 
 
