@@ -37,6 +37,8 @@ def seconds(work: Callable[[], object], repeats: int) -> list[float]:
     for _ in range(repeats):
         started = time.perf_counter()
         work()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
         found.append(time.perf_counter() - started)
     return found
 

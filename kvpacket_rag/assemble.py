@@ -78,7 +78,7 @@ class Context:
         place = self.reserve(packet.tensors[0].shape[2], packet.span)
         for buffer, tensor, group in zip(self.buffers, packet.tensors, self.plan.groups, strict=True):
             target = buffer[:, row, :, place.slot : place.slot + place.num_tokens]
-            realign_into(target, tensor, group.rotation, place.position)
+            realign_into(target, _bring(tensor, target.device), group.rotation, place.position)
         return place
 
     def extract(self, place: Span, row: int = 0) -> tuple[Tensor, ...]:
@@ -87,6 +87,15 @@ class Context:
         return tuple(
             buffer[:, row, :, place.slot : stop].clone(memory_format=torch.contiguous_format) for buffer in self.buffers
         )
+
+
+def _bring(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; to CUDA by way of pinned memory, so that the copy runs beside other work."""
+    if tensor.device == device:
+        return tensor
+    if device.type == "cuda":
+        tensor = tensor.pin_memory()
+    return tensor.to(device, non_blocking=True)
 
 
 def check_shapes(tensors: Sequence[Tensor], plan: RotaryPlan, packet_id: str) -> None:

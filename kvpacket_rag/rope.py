@@ -104,24 +104,25 @@ def realign(tensor: Tensor, rotation: Rotation | None, shift: int) -> Tensor:
 def realign_into(target: Tensor, source: Tensor, rotation: Rotation | None, shift: int) -> None:
     """Write ``source``, moved by ``shift`` positions, into ``target``; ``source`` is not touched.
 
-    Works block by block along the first axis (one layer at a time), so that a block is still in
-    the processor's cache when its second half is turned.
+    On a CPU it works block by block along the first axis (one layer at a time), so that a block is
+    still in the processor's cache when its second half is turned; elsewhere in one piece.
 
     Args:
-        target: (layers, ..., tokens, width), any strides, any device.
-        source: the same shape, rotated exactly once; may live on another device.
+        target: (layers, ..., tokens, width), any strides.
+        source: the same shape on the same device, rotated exactly once.
         rotation: of this group, or None.
         shift: positions to move by.
     """
     if rotation is None or shift == 0:
-        target.copy_(source, non_blocking=True)
+        target.copy_(source)
         return
     full = source.dtype in (torch.float32, torch.float64)
     cos, sin = rotation.turn(shift, source.dtype if full else torch.float32, target.device)
     rotate = _rotate_full if full else _rotate_half
     untouched = [slice(0, rotation.start), slice(rotation.stop, source.shape[-1])]
-    for out, block in zip(target, source, strict=True):
-        rotate(out, block.to(out.device, non_blocking=True), rotation, cos, sin)
+    blocks = zip(target, source, strict=True) if target.device.type == "cpu" else [(target, source)]
+    for out, block in blocks:
+        rotate(out, block, rotation, cos, sin)
         for rest in untouched:
             if rest.stop > rest.start:
                 out[..., rest].copy_(block[..., rest])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +42,8 @@ class _ContextLayer(DynamicLayer):
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = tensors
         self._cursor = cursor
-        self.is_initialized = True
+        self.is_initialized = bool(tensors)  # a layer the model never fills must look it
+        self.keys, self.values = (tensors[n][..., :0, :] if n in tensors else None for n in ("keys", "values"))
 
     def _write(self, name: str, new: Tensor) -> Tensor:
         if name not in self._tensors:  # a tensor of no width, as a latent cache without a rotary part has
@@ -51,8 +52,8 @@ class _ContextLayer(DynamicLayer):
         if isinstance(where, slice):
             buffer[..., where, :] = new
         else:
-            buffer.index_copy_(-2, where, new)
-        return buffer[..., : self._cursor.visible, :]
+            buffer.index_copy_(-2, where, new.to(buffer.dtype))
+        return buffer[..., : self._cursor.visible, :].to(new.dtype)  # an indexer may work in float32 in any model
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.keys, self.values = self._write("keys", key_states), self._write("values", value_states)
@@ -66,6 +67,20 @@ class _ContextLayer(DynamicLayer):
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         return self._cursor.visible, 0
+
+
+class _OffsetLayer(DynamicIndexedLayer):
+    """A cache layer that claims ``first`` earlier tokens and shows none of them."""
+
+    def __init__(self, first: int) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._first = first
+
+    def get_seq_length(self) -> int:
+        return self._first
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        return query_length, self._first
 
 
 @dataclass(frozen=True, slots=True)
@@ -144,15 +159,21 @@ class ModelRunner:
         found = getattr(output, "cache", None)
         return output.logits, found if found is not None else getattr(output, "past_key_values", None)
 
-    def snapshot(self, inputs: Tensor, first_position: int = 0) -> Snapshot:
+    def snapshot(self, inputs: Tensor, first_position: int = 0, move_slots: bool = False) -> Snapshot:
         """Run ``inputs`` from ``first_position`` with the model's own cache, and look into it.
+
+        Args:
+            inputs: (batch, tokens) ids.
+            first_position: of the first token.
+            move_slots: have the cache count that many tokens before, too, as it does when serving.
 
         Raises:
             UnsupportedModelError: the model returns no cache of the common kind.
         """
         length = inputs.shape[1]
         positions = torch.arange(first_position, first_position + length, device=inputs.device)
-        _, cache = self.forward(inputs, positions.expand(inputs.shape[0], -1))
+        empty = self._stand_in(lambda number: _OffsetLayer(first_position)) if move_slots else None
+        _, cache = self.forward(inputs, positions.repeat(inputs.shape[0], 1), empty)
         layers = getattr(cache, "layers", None)
         if layers is None:
             raise UnsupportedModelError(f"{type(self.model).__name__} returns no cache with layers; packets need one")
@@ -191,8 +212,13 @@ class ModelRunner:
         ]
         if len(set(windows)) <= 1:
             return {"": windows[0] if windows else None}
-        sliding = next(w for w in windows if w is not None)
-        return {"full_attention": None, "sliding_attention": sliding}
+        kinds = getattr(self.model.config.get_text_config(decoder=True), "layer_types", None)
+        if not kinds or len(kinds) != len(windows):
+            return {"full_attention": None, "sliding_attention": next(w for w in windows if w is not None)}
+        found: dict[str, int | None] = {}
+        for kind, window in zip(kinds, windows, strict=True):
+            found[kind] = found.get(kind) or window  # layers that share another's cache show no window of their own
+        return found
 
     @property
     def slides(self) -> bool:
@@ -207,12 +233,18 @@ class ModelRunner:
             for row, layer in enumerate(group.layers):
                 view = buffer[row] if group.has_heads else buffer[row][:, 0]
                 by_layer.setdefault(layer, {})[group.name] = view
+        return BoundContext(
+            self, self._stand_in(lambda number: _ContextLayer(by_layer.get(number, {}), cursor)), cursor
+        )
+
+    def _stand_in(self, make_layer: Callable[[int], DynamicLayer]) -> DynamicCache:
+        """A cache of the learned structure, of layers made from their number."""
         cache = DynamicCache()
         cache.layers = [
-            DummyLayer() if isinstance(layer, DummyLayer) else _ContextLayer(by_layer.get(number, {}), cursor)
+            DummyLayer() if isinstance(layer, DummyLayer) else make_layer(number)
             for number, layer in enumerate(self._layers)
         ]
-        return BoundContext(self, cache, cursor)
+        return cache
 
     def masks(self, slots: Tensor, visible: int) -> Mask:
         """Additive masks for tokens at ``slots`` that see every earlier slot, within the layer's window."""

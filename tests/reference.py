@@ -45,24 +45,19 @@ def own_logits(model: Any, pieces: Sequence[Piece]) -> Tensor:
 
 def block_masks(config: Any, pieces: Sequence[Piece]) -> Tensor | dict[str, Tensor]:
     """Additive masks of the block-diagonal forward: one, or one a layer type where types differ in reach."""
-    starts = [start for start, (kind, tokens) in _starts(pieces) for _ in tokens if kind or True]
-    numbers = torch.arange(len(starts))
-    distance = numbers[:, None] - numbers[None, :]
-    seen = (distance >= 0) & (numbers[None, :] >= torch.tensor(starts)[:, None])
-    window = _window(config)
-    near = seen & (distance < (window or len(starts)))
-    types = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
-    masks = {kind: _additive(near if "sliding" in kind else seen) for kind in types}
-    return masks if len({torch.equal(m, _additive(seen)) for m in masks.values()}) > 1 else next(iter(masks.values()))
-
-
-def _starts(pieces: Sequence[Piece]) -> list[tuple[int, Piece]]:
-    """For each piece the first token its tokens may look at."""
-    found, done = [], 0
+    firsts, done = [], 0
     for kind, tokens in pieces:
-        found.append((done if kind == "packet" else 0, (kind, tokens)))
+        firsts += [done if kind == "packet" else 0] * len(tokens)
         done += len(tokens)
-    return found
+    numbers = torch.arange(done)
+    distance = numbers[:, None] - numbers[None, :]
+    seen = (distance >= 0) & (numbers[None, :] >= torch.tensor(firsts)[:, None])
+    window = _window(config)
+    near = seen & (distance < (window or done))
+    kinds = set(getattr(config, "layer_types", None) or ["sliding_attention" if window else "full_attention"])
+    if len(kinds) == 1:
+        return _additive(near if "sliding_attention" in kinds else seen)
+    return {kind: _additive(near if kind == "sliding_attention" else seen) for kind in kinds}
 
 
 def _window(config: Any) -> int | None:
