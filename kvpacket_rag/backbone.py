@@ -17,6 +17,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from kvpacket_rag.assemble import Context, ContextPool, Span
 from kvpacket_rag.errors import PacketMismatchError
 from kvpacket_rag.probe import ProbeReport, probe
+from kvpacket_rag.rope import realign
 from kvpacket_rag.runner import BoundContext, ModelRunner
 
 
@@ -104,6 +105,16 @@ class Backbone:
             added = self.tokenizer("")["input_ids"]
         return [int(bos)] if bos is not None and len(added) and added[0] == bos else []
 
+    def first_ids(self) -> list[int]:
+        """The token that begins every prompt: beginning-of-sequence, or the first of the chat template."""
+        if bos := self.bos_ids():
+            return bos
+        if not getattr(self.tokenizer, "chat_template", None):
+            return []
+        turn = [{"role": "user", "content": "."}]
+        text = str(self.tokenizer.apply_chat_template(turn, tokenize=False))
+        return self.token_ids(text, plain=False)[:1]
+
     def control_ids(self, texts: Sequence[str]) -> frozenset[int]:
         """Those of the texts that are control tokens, as ids."""
         tokens = [self.tokenizer.convert_tokens_to_ids(text) for text in texts]
@@ -118,11 +129,12 @@ class Backbone:
         return self.model.get_input_embeddings()(torch.tensor(list(ids), dtype=torch.long, device=self.device))  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def encode(self, rows: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+    def encode(self, rows: Sequence[Tensor], sink: int = 0) -> list[tuple[Tensor, ...]]:
         """Prefill every row alone from position 0, in one padded batch.
 
         Args:
             rows: each (tokens,) ids or (tokens, hidden) embeddings, all of one kind.
+            sink: leading tokens that are read and then left out; what follows is moved to position 0.
 
         Returns:
             For each row one tensor a group of the plan, (layers, heads, tokens, width), on the host.
@@ -137,10 +149,17 @@ class Backbone:
         context = self.pool.take(longest, batch=len(rows))
         try:
             self.runner.bind(context).run(inputs, slice(0, longest), positions, longest, mask)
-            places = [Span(0, 0, length) for length in lengths]
-            return [tuple(t.cpu() for t in context.extract(place, row)) for row, place in enumerate(places)]
+            places = [Span(sink, sink, length - sink) for length in lengths]
+            return [self._to_rest(context.extract(place, row), sink) for row, place in enumerate(places)]
         finally:
             self.pool.give_back(context)
+
+    def _to_rest(self, tensors: tuple[Tensor, ...], sink: int) -> tuple[Tensor, ...]:
+        """Tensors encoded from position ``sink`` as they are stored: from position 0, on the host."""
+        if sink:
+            groups = self.plan.groups
+            tensors = tuple(realign(t, group.rotation, -sink) for t, group in zip(tensors, groups, strict=True))
+        return tuple(tensor.cpu() for tensor in tensors)
 
     def bind(self, context: Context) -> BoundContext:
         """A context in the shape the model takes; bind once a request."""

@@ -19,13 +19,17 @@ class PacketEncoder:
     Args:
         backbone: the model.
         adapter: its soft tokens; may be empty.
+        sink: read ``sink`` tokens before a chunk and leave them out of its packet. A model puts most of
+            its attention on the first token it reads; without a token for that, every chunk's own first
+            one becomes such a sink, and several of them in one context disturb each other (LegoLink-0 of
+            EPIC, arXiv 2410.15332). Meant for bare chunks; a trained header does this by itself.
         max_batch_tokens: padded tokens of one forward.
 
     Raises:
         AdapterError: the adapter is of another hidden size, or the model cannot be fed soft tokens.
     """
 
-    def __init__(self, backbone: Backbone, adapter: Adapter, max_batch_tokens: int = 2048) -> None:
+    def __init__(self, backbone: Backbone, adapter: Adapter, sink: int = 0, max_batch_tokens: int = 2048) -> None:
         if adapter.hidden_size != backbone.hidden_size:
             raise AdapterError(
                 f"the adapter has hidden size {adapter.hidden_size}, {backbone.name} has {backbone.hidden_size}; "
@@ -38,11 +42,12 @@ class PacketEncoder:
             )
         self.backbone = backbone
         self.adapter = adapter
+        self.sink_ids = backbone.first_ids() * sink
         self.max_batch_tokens = max_batch_tokens
         self.signature = PacketSignature(
             weights=backbone.weights_fingerprint,
             tokenizer=backbone.tokenizer_fingerprint,
-            adapter=adapter.digest,
+            adapter=f"{adapter.digest}, sink {self.sink_ids}" if self.sink_ids else adapter.digest,
             rope=backbone.plan.digest,
             dtype=str(backbone.dtype).removeprefix("torch."),
         )
@@ -54,7 +59,7 @@ class PacketEncoder:
             DocumentError: the chunk has no text, or more of it than the model's window.
         """
         ids = self.backbone.token_ids(text.strip())
-        room = self.backbone.context_window - self.adapter.num_tokens
+        room = self.backbone.context_window - self.adapter.num_tokens - len(self.sink_ids)
         if not ids:
             raise DocumentError(f"the chunk {text[:40]!r} holds no text; leave it out")
         if len(ids) > room:
@@ -72,7 +77,7 @@ class PacketEncoder:
         """
         self.backbone.check_unchanged()
         for batch in self._batches(chunks):
-            tensors = self.backbone.encode([self.wrap(ids) for _, ids in batch])
+            tensors = self.backbone.encode([self.wrap(ids) for _, ids in batch], len(self.sink_ids))
             for (name, ids), parts in zip(batch, tensors, strict=True):
                 yield Packet(name, self.signature, parts, len(ids) + self.adapter.num_tokens, len(ids))
 
@@ -80,13 +85,14 @@ class PacketEncoder:
     def wrap(self, ids: Sequence[int]) -> Tensor:
         """The model's input for a chunk: embeddings in the adapter, or bare ids when there is none."""
         if self.adapter.num_tokens:
-            return self.adapter.wrap(self.backbone.embed(ids))
-        return torch.tensor(list(ids), dtype=torch.long)
+            wrapped = self.adapter.wrap(self.backbone.embed(ids))
+            return torch.cat([self.backbone.embed(self.sink_ids), wrapped])
+        return torch.tensor([*self.sink_ids, *ids], dtype=torch.long)
 
     def _batches(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[list[tuple[str, list[int]]]]:
         batch: list[tuple[str, list[int]]] = []
         for chunk in sorted(chunks, key=lambda c: len(c[1]), reverse=True):
-            padded = len((batch or [chunk])[0][1]) + self.adapter.num_tokens
+            padded = len((batch or [chunk])[0][1]) + self.adapter.num_tokens + len(self.sink_ids)
             if batch and padded * (len(batch) + 1) > self.max_batch_tokens:
                 yield batch
                 batch = []

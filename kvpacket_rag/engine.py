@@ -25,6 +25,7 @@ from kvpacket_rag.reading import Prompt, PromptReader
 from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
 
 _PENDING_WRITES = 4
+_SINK = 1  # see benchmarks/sink.py
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +47,7 @@ class KVPacketEngine:
         backbone: the model.
         store: where packets are kept; a fresh :class:`MemoryStore` by default.
         adapter: soft tokens around every chunk; none by default.
+        sink: tokens read before every chunk and left out of its packet; see :class:`PacketEncoder`.
         min_match_tokens: shorter chunks are not looked for in a prompt, for they occur by chance.
 
     Example:
@@ -59,11 +61,12 @@ class KVPacketEngine:
         backbone: Backbone,
         store: PacketStore | None = None,
         adapter: Adapter | None = None,
+        sink: int = 0,
         min_match_tokens: int = 16,
     ) -> None:
         self.backbone = backbone
         self.store: PacketStore = store if store is not None else MemoryStore()
-        self.encoder = PacketEncoder(backbone, adapter or Adapter.empty(backbone.hidden_size))
+        self.encoder = PacketEncoder(backbone, adapter or Adapter.empty(backbone.hidden_size), sink)
         self._prefiller = Prefiller(backbone, self.encoder, self.store)
         self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
 
@@ -74,6 +77,7 @@ class KVPacketEngine:
         *,
         store: PacketStore | str | Path | None = None,
         adapter: Adapter | str | Path | None = None,
+        sink: int | None = None,
         device: str = "auto",
         dtype: str = "auto",
         min_match_tokens: int = 16,
@@ -84,6 +88,8 @@ class KVPacketEngine:
             model: such as ``"smollm2-135m-instruct"``.
             store: a store, a folder for one on disk, or None for memory.
             adapter: an adapter or its file; None for bare chunks.
+            sink: tokens read before every chunk and left out of its packet; None for as many as help
+                bare chunks, and none under an adapter.
             device: ``"auto"`` takes CUDA, then MPS, then the CPU.
             dtype: ``"auto"`` takes bfloat16 where the device computes it fast, else float32.
             min_match_tokens: see the class.
@@ -100,7 +106,9 @@ class KVPacketEngine:
             store = DiskStore(store)
         if isinstance(adapter, str | Path):
             adapter = Adapter.load(adapter)
-        return cls(backbone, store, adapter, min_match_tokens)
+        if sink is None:
+            sink = 0 if adapter and adapter.num_tokens else _SINK
+        return cls(backbone, store, adapter, sink, min_match_tokens)
 
     @property
     def model_name(self) -> str:

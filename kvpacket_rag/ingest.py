@@ -3,17 +3,23 @@
 from __future__ import annotations
 
 import hashlib
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+
+import numpy as np
 
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.documents import Document
-from kvpacket_rag.embed import Embedder
+from kvpacket_rag.embed import Embedder, Vectors
 from kvpacket_rag.engine import KVPacketEngine
-from kvpacket_rag.errors import StoreError
+from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.journal import OwnerJournal, remove_document
+from kvpacket_rag.rows import metadata_json
 
+MARK = "ingest_mark"  # metadata key of a chunk: what its document was when the chunk was cut from it
 _BATCH_CHUNKS = 64
 
 
@@ -22,14 +28,27 @@ class IngestProgress:
     """How far an ingest is.
 
     Attributes:
-        tokens_done: of chunk text that has its packet.
-        tokens_total: of all chunks of new and changed documents.
+        tokens_done: of chunks that have their packet.
+        tokens_total: of all chunks there is work with.
+        tokens_encoded: of ``tokens_done``, those that had no packet before.
         seconds: since encoding began.
     """
 
     tokens_done: int
     tokens_total: int
+    tokens_encoded: int
     seconds: float
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Rate of encoding; 0 while nothing was encoded."""
+        return self.tokens_encoded / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def seconds_left(self) -> float | None:
+        """At this rate, if nothing of what is left has its packet yet; None while there is no rate."""
+        rate = self.tokens_per_second
+        return (self.tokens_total - self.tokens_done) / rate if rate else None
 
 
 @dataclass(slots=True)
@@ -37,18 +56,36 @@ class IngestReport:
     """What an ingest did.
 
     Attributes:
-        added, updated, unchanged: documents.
+        added, updated, unchanged: documents. One counts as updated also if its metadata alone changed, or if
+            the store had lost its packets.
+        skipped: documents left out, with the reason.
         chunks: of the added and updated documents.
-        packets_encoded: chunks that had no packet yet.
+        packets_encoded: packets that were not in the store before.
         tokens_encoded: tokens of those.
+        seconds: spent on encoding and embedding.
     """
 
     added: int = 0
     updated: int = 0
     unchanged: int = 0
+    skipped: dict[str, str] = field(default_factory=dict)
     chunks: int = 0
     packets_encoded: int = 0
     tokens_encoded: int = 0
+    seconds: float = 0.0
+
+
+OnProgress = Callable[[IngestProgress], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _Plan:
+    """The chunks a document is to have."""
+
+    document_id: str
+    chunks: list[Chunk]
+    num_tokens: int
+    is_new: bool
 
 
 class Ingester:
@@ -69,128 +106,184 @@ class Ingester:
         self.index = index
         self.embedder = embedder
         self.chunk_tokens = chunk_tokens
+        self._journal = OwnerJournal(index, engine.store)
+        self._lock = threading.RLock()
 
-    def add(
-        self, documents: Iterable[Document], progress: Callable[[IngestProgress], None] | None = None
-    ) -> IngestReport:
+    def add(self, documents: Iterable[Document], progress: OnProgress | None = None) -> IngestReport:
         """Add documents, or update those whose id is known; what is stored is not encoded again.
 
-        A document whose text and chunk size did not change costs nothing; one whose metadata alone
-        changed gets new metadata. May be interrupted and run again at any moment.
+        A document that did not change costs nothing; one whose metadata alone changed is neither encoded
+        nor embedded again. All documents are read before the first is encoded, so that progress has an end
+        to count to; their text is a small part of what their packets take. May be interrupted and run again
+        at any moment.
 
         Args:
-            documents: to be split, encoded and embedded.
+            documents: to be split, encoded and embedded; of one id twice, the last counts. One that cannot be
+                cut into chunks is skipped; one without text removes what was stored under its id.
             progress: called as packets are finished.
 
         Raises:
-            DocumentError: a chunk cannot be made; what was added before stays.
-            StoreFullError: no room is left; what was added before stays.
+            StoreError: metadata cannot be stored, or the files cannot be written.
+            StoreFullError: no room is left; the packets made before stay, and a later run begins with them.
         """
-        from kvpacket_rag.split import Splitter  # late: a compiled extension that only ingesting needs
-
-        report = IngestReport()
-        splitter = Splitter(self.engine.count_tokens)
-        work: list[tuple[Document, list[Chunk]]] = []
-        for document in documents:
-            stored = self.index.get(self.index.chunk_ids(document.document_id))
-            if stored and self._is_current(document, stored):
-                report.unchanged += 1
-                self._update_metadata(document, stored)
-                continue
-            report.added, report.updated = report.added + (not stored), report.updated + bool(stored)
-            work.append((document, [self._named(c, document) for c in splitter.split(document, self.chunk_tokens)]))
-        self._ingest(work, report, progress)
-        return report
-
-    def _is_current(self, document: Document, stored: Sequence[Chunk]) -> bool:
-        mark = self._mark(document)
-        return all(chunk.metadata.get("content") == mark for chunk in stored)
-
-    def _mark(self, document: Document) -> str:
-        """What a chunk's text depends on: the document's text and the chunk size."""
-        return f"{document.content_hash}/{self.chunk_tokens}"
-
-    def _named(self, chunk: Chunk, document: Document) -> Chunk:
-        """A chunk whose id changes with its text, so that the old packet loses its owner when the text does."""
-        digest = hashlib.sha256(chunk.text.encode()).hexdigest()[:12]
-        metadata = {**chunk.metadata, "content": self._mark(document)}
-        return replace(chunk, chunk_id=f"{chunk.chunk_id}:{digest}", metadata=metadata)
-
-    def _update_metadata(self, document: Document, stored: Sequence[Chunk]) -> None:
-        for chunk in stored:
-            metadata = {**chunk.metadata, **document.metadata}
-            if metadata != chunk.metadata:
-                self.index.set_metadata(chunk.chunk_id, metadata)
-
-    def _ingest(
-        self,
-        work: Sequence[tuple[Document, list[Chunk]]],
-        report: IngestReport,
-        progress: Callable[[IngestProgress], None] | None,
-    ) -> None:
-        counts = {chunk.chunk_id: self.engine.count_tokens(chunk.text) for _, chunks in work for chunk in chunks}
-        done, total, started = 0, sum(counts.values()), time.perf_counter()
-        for batch in _batches(work):
-            chunks = [chunk for _, new in batch for chunk in new]
-            if not chunks:
-                continue
-
-            def tell(encoded: int, _: int, before: int = done) -> None:
-                if progress is not None:
-                    progress(IngestProgress(before + encoded, total, time.perf_counter() - started))
-
-            known = len(self.engine.store)
-            names = self.engine.encode([c.text for c in chunks], [c.chunk_id for c in chunks], tell)
-            report.packets_encoded += len(self.engine.store) - known
-            vectors = self.embedder.embed_documents([chunk.text for chunk in chunks])
-            self.index.add(chunks, vectors, names)
-            for document, new in batch:
-                self._drop({*self.index.chunk_ids(document.document_id)} - {chunk.chunk_id for chunk in new})
-            report.chunks += len(chunks)
-            done += sum(counts[chunk.chunk_id] for chunk in chunks)
-            tell(0, 0, done)
-
-    def _drop(self, chunk_ids: Iterable[str]) -> None:
-        """Rows first: a packet without a row is only waste, a row without a packet would be a miss."""
-        gone = self.index.delete(chunk_ids)
-        self.engine.drop_owners(gone)
+        with self._lock:
+            report = IngestReport()
+            plans = self._plans(documents, report)
+            meter = _Meter(progress, sum(plan.num_tokens for plan in plans), report)
+            for batch in _batches(plans):
+                self._store(batch, meter)
+                report.added += sum(plan.is_new for plan in batch)
+                report.updated += sum(not plan.is_new for plan in batch)
+                report.chunks += sum(len(plan.chunks) for plan in batch)
+            return report
 
     def delete(self, document_id: str) -> int:
-        """Remove a document, its rows, and the packets no other chunk refers to.
+        """Remove a document, its rows, and the packets no other chunk refers to; see :func:`remove_document`."""
+        with self._lock:
+            return remove_document(self.index, self.engine.store, document_id)
 
-        Returns:
-            How many chunks went.
+    def require_fit(self) -> None:
+        """See that every chunk could be encoded with the present model.
 
         Raises:
-            StoreError: no such document.
+            DocumentError: one is longer than its window.
         """
-        chunk_ids = self.index.chunk_ids(document_id)
-        if not chunk_ids:
-            raise StoreError(f"the index holds no document {document_id!r}; 'kvpacket inspect' lists them")
-        self._drop(chunk_ids)
-        return len(chunk_ids)
+        for chunk, _ in self.index.rows():
+            self.engine.encoder.identify(chunk.text)
 
-    def reencode(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Make every packet anew with the present model, adapter and dtype; returns how many chunks."""
-        rows = list(self.index.rows())
-        for start in range(0, len(rows), _BATCH_CHUNKS):
-            batch = rows[start : start + _BATCH_CHUNKS]
-            chunks = [chunk for chunk, _ in batch]
-            names = self.engine.encode([c.text for c in chunks], [c.chunk_id for c in chunks], progress)
-            self.index.set_packet_ids({c.chunk_id: name for c, name in zip(chunks, names, strict=True)})
-        kept = {name for _, name in self.index.rows()}
-        for name in {old for _, old in rows} - kept:
-            self.engine.store.delete(name)
-        return len(rows)
+    def reencode(self, progress: OnProgress | None = None) -> int:
+        """Make every packet anew with the present model, adapter and dtype, and delete the old ones as it goes.
+
+        Chunks keep their texts. May be interrupted and run again; what is done is not done twice.
+
+        Returns:
+            How many chunks there are.
+
+        Raises:
+            DocumentError: a chunk is longer than the model's window; see :meth:`require_fit`.
+            StoreFullError: no room is left; what was done before stays done.
+        """
+        with self._lock:
+            rows = list(self.index.rows())
+            tokens = {chunk.chunk_id: self.engine.count_tokens(chunk.text.strip()) for chunk, _ in rows}
+            meter = _Meter(progress, sum(tokens.values()), IngestReport())
+            for start in range(0, len(rows), _BATCH_CHUNKS):
+                batch = rows[start : start + _BATCH_CHUNKS]
+                owners = [chunk.chunk_id for chunk, _ in batch]
+                names = self.engine.encode([chunk.text for chunk, _ in batch], owners, meter.tell)
+                for old in {name for _, name in batch} - set(names):
+                    self.engine.store.delete(old)
+                self.index.set_packet_ids(dict(zip(owners, names, strict=True)))
+                meter.finish(sum(tokens[name] for name in owners))
+            return len(rows)
+
+    def _plans(self, documents: Iterable[Document], report: IngestReport) -> list[_Plan]:
+        from kvpacket_rag.split import Splitter  # late: a compiled extension that only ingesting needs
+
+        splitter = Splitter(self.engine.count_tokens)
+        known = {chunk.packet_id for chunk in self.engine.store.known(self.engine.signature)}
+        lost = {chunk.document_id for chunk, name in self.index.rows() if name not in known}
+        plans: dict[str, _Plan] = {}
+        unchanged: set[str] = set()
+        for document in documents:
+            name = document.document_id
+            plans.pop(name, None)
+            unchanged.discard(name)
+            report.skipped.pop(name, None)
+            stored = self.index.get(self.index.chunk_ids(name))
+            mark = self._mark(document)
+            if stored and name not in lost and all(chunk.metadata.get(MARK) == mark for chunk in stored):
+                unchanged.add(name)
+                continue
+            try:
+                chunks = [_named(chunk, mark) for chunk in splitter.split(document, self.chunk_tokens)]
+                tokens = sum(len(self.engine.encoder.identify(chunk.text)[1]) for chunk in chunks)
+            except DocumentError as error:
+                report.skipped[name] = str(error)
+                continue
+            if chunks or stored:
+                plans[name] = _Plan(name, chunks, tokens, not stored)
+            else:
+                report.skipped[name] = "holds no text but white space"
+        self._journal.settle(unchanged)
+        report.unchanged = len(unchanged)
+        return list(plans.values())
+
+    def _mark(self, document: Document) -> str:
+        """All that a document's chunks depend on: its text, its metadata and the chunk size."""
+        ordered = dict(sorted(document.metadata.items(), key=lambda item: str(item[0])))
+        metadata = metadata_json(document.document_id, ordered)  # tells the splitter the kind, too
+        return hashlib.sha256(f"{document.content_hash}/{self.chunk_tokens}/{metadata}".encode()).hexdigest()
+
+    def _store(self, batch: Sequence[_Plan], meter: _Meter) -> None:
+        """Packets, then rows, then away with what the documents had before."""
+        chunks = [chunk for plan in batch for chunk in plan.chunks]
+        new = [chunk.chunk_id for chunk in chunks]
+        old = {plan.document_id: self.index.chunk_ids(plan.document_id) for plan in batch}
+        self._journal.note(
+            {plan.document_id: [*old[plan.document_id], *(c.chunk_id for c in plan.chunks)] for plan in batch}
+        )
+        names = self.engine.encode([chunk.text for chunk in chunks], new, meter.tell)
+        self.index.add(chunks, self._vectors(chunks), names)
+        self.index.delete({name for ids in old.values() for name in ids} - set(new))
+        self._journal.settle(old)
+        meter.finish(sum(plan.num_tokens for plan in batch))
+
+    def _vectors(self, chunks: Sequence[Chunk]) -> Vectors:
+        """(n, dim); chunks that have a row keep its vector, for their id changes with their text."""
+        kept = [chunk.chunk_id for chunk in self.index.get([chunk.chunk_id for chunk in chunks])]
+        vectors = dict(zip(kept, self.index.vectors(kept), strict=True))
+        new = [chunk for chunk in chunks if chunk.chunk_id not in vectors]
+        if new:
+            embedded = self.embedder.embed_documents([chunk.text for chunk in new])
+            vectors |= dict(zip((chunk.chunk_id for chunk in new), embedded, strict=True))
+        return np.array([vectors[chunk.chunk_id] for chunk in chunks], np.float32)
 
 
-def _batches(work: Sequence[tuple[Document, list[Chunk]]]) -> Iterator[list[tuple[Document, list[Chunk]]]]:
+class _Meter:
+    """Counts the tokens of a whole run from what the engine says of one batch."""
+
+    def __init__(self, progress: OnProgress | None, tokens_total: int, report: IngestReport) -> None:
+        self._progress = progress
+        self._total = tokens_total
+        self._report = report
+        self._started = time.perf_counter()
+        self._done = 0  # tokens of finished batches
+        self._before = 0  # tokens encoded in finished batches
+
+    def tell(self, encoded: int, _: int) -> None:
+        """One more packet of the batch is stored; ``encoded`` tokens of it are now."""
+        self._report.packets_encoded += 1
+        self._report.tokens_encoded = self._before + encoded
+        self._show(self._done + encoded)
+
+    def finish(self, num_tokens: int) -> None:
+        """The batch, of that many tokens, is done."""
+        self._done += num_tokens
+        self._before = self._report.tokens_encoded
+        self._show(self._done)
+
+    def _show(self, done: int) -> None:
+        self._report.seconds = time.perf_counter() - self._started
+        if self._progress is not None:
+            self._progress(IngestProgress(done, self._total, self._report.tokens_encoded, self._report.seconds))
+
+
+def _named(chunk: Chunk, mark: str) -> Chunk:
+    """A chunk whose id changes with its text, so that the old packet loses its owner when the text does."""
+    digest = hashlib.sha256(chunk.text.encode()).hexdigest()[:12]
+    return replace(chunk, chunk_id=f"{chunk.chunk_id}:{digest}", metadata={**chunk.metadata, MARK: mark})
+
+
+def _batches(plans: Sequence[_Plan]) -> Iterator[list[_Plan]]:
     """Whole documents, about as many chunks a batch as are worth one commit."""
-    batch: list[tuple[Document, list[Chunk]]] = []
-    for entry in work:
-        batch.append(entry)
-        if sum(len(chunks) for _, chunks in batch) >= _BATCH_CHUNKS:
+    batch: list[_Plan] = []
+    num_chunks = 0
+    for plan in plans:
+        batch.append(plan)
+        num_chunks += len(plan.chunks)
+        if num_chunks >= _BATCH_CHUNKS:
             yield batch
-            batch = []
+            batch, num_chunks = [], 0
     if batch:
         yield batch

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from kvpacket_rag.answer import Answer, AnswerStream
 from kvpacket_rag.chat import Message
@@ -14,10 +16,10 @@ from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.documents import Document
 from kvpacket_rag.embed import Embedder, SentenceTransformerEmbedder
 from kvpacket_rag.engine import KVPacketEngine, Policy
-from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
+from kvpacket_rag.errors import PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
-from kvpacket_rag.ingest import Ingester, IngestProgress, IngestReport
-from kvpacket_rag.packet import PacketSignature
+from kvpacket_rag.ingest import Ingester, IngestReport, OnProgress
+from kvpacket_rag.origin import Origin
 
 SYSTEM_PROMPT = "Answer the question from the documents, in one short sentence."
 
@@ -43,6 +45,11 @@ class KVPacketRAG:
         index: embeddings beside packet ids.
         embedder: the one the index was built with.
         chunk_tokens: most tokens of a chunk.
+
+    Example:
+        >>> with KVPacketRAG.open("library") as rag:               # doctest: +SKIP
+        ...     rag.add([Document("lease", "Ada Marlow signed the lease …")])
+        ...     print(rag.ask("Who signed the lease?").answer.text)
     """
 
     def __init__(self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder, chunk_tokens: int = 256) -> None:
@@ -61,86 +68,50 @@ class KVPacketRAG:
         embedder: Embedder | None = None,
         chunk_tokens: int | None = None,
         reencode: bool = False,
+        progress: OnProgress | None = None,
         **engine_options: Any,
-    ) -> KVPacketRAG:
+    ) -> Self:
         """Open the index in ``folder``, or start one there.
 
         Model, dtype, adapter, embedder and chunk size default to those the index was built with.
 
         Args:
-            folder: holds rows, vectors and packets.
+            folder: holds rows, vectors and packets, and a copy of the adapter.
             model: short name, path or hub name.
             embedder: turns text into vectors; all-MiniLM-L6-v2 by default.
-            chunk_tokens: most tokens of a chunk.
+            chunk_tokens: most tokens of a chunk, 256 by default; what is stored keeps its size until it
+                is added again.
             reencode: when model, adapter or dtype changed, encode every chunk again.
+            progress: of encoding again.
             engine_options: passed to :meth:`KVPacketEngine.load`.
 
         Raises:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
             StoreError: the folder is no index, or was built with another embedder.
         """
-        index = PacketIndex.open(folder)
-        options: dict[str, Any] = {
-            "dtype": index.get_setting("dtype") or "auto",
-            "adapter": index.get_setting("adapter") or None,
-        }
-        options |= engine_options
-        model = model or index.get_setting("model") or "smollm2-135m-instruct"
-        engine = KVPacketEngine.load(model, store=folder, **options)
-        embedder = embedder or SentenceTransformerEmbedder(index.get_setting("embedder") or "all-MiniLM-L6-v2")
-        rag = cls(engine, index, embedder, chunk_tokens or int(index.get_setting("chunk_tokens") or 256))
-        rag._check(str(folder), reencode)
-        rag._remember({"model": model, "adapter": str(options["adapter"] or "")})
+        with ExitStack() as undo:
+            index = PacketIndex.open(folder)
+            undo.callback(index.close)
+            origin = Origin(index, Path(folder))
+            engine = origin.load_engine(model, engine_options)
+            undo.callback(engine.close)
+            embedder = embedder or SentenceTransformerEmbedder(origin.embedder)
+            rag = cls(engine, index, embedder, chunk_tokens or origin.chunk_tokens)
+            if origin.check(engine, embedder.name, reencode):
+                rag._ingester.require_fit()
+                origin.begin_reencoding(engine)
+                rag._ingester.reencode(progress)
+            origin.write(engine, embedder.name, rag.chunk_tokens)
+            undo.pop_all()
         return rag
 
-    def _check(self, folder: str, reencode: bool) -> None:
-        """Never answer from packets or vectors another model made."""
-        known = self.index.get_setting("embedder")
-        if known and known != self.embedder.name:
-            raise StoreError(
-                f"the index in {folder} was built with embedder {known!r}, not {self.embedder.name!r}; "
-                "open it with that one, or ingest into a new folder"
-            )
-        stored = self.index.get_setting("signature")
-        if not stored or stored == self.engine.signature.to_json():
-            return
-        if reencode:
-            self.reencode()
-            return
-        try:
-            self.engine.signature.require(PacketSignature.from_json(stored), "any")
-        except PacketMismatchError as error:
-            raise PacketMismatchError(
-                f"the index in {folder} holds packets of another model, adapter or dtype: {error}; "
-                "or open it with reencode=True ('kvpacket ingest --reencode') to make its packets anew"
-            ) from error
-
-    def _remember(self, settings: Mapping[str, str]) -> None:
-        common = {
-            "signature": self.engine.signature.to_json(),
-            "dtype": self.engine.signature.dtype,
-            "embedder": self.embedder.name,
-            "chunk_tokens": str(self.chunk_tokens),
-        }
-        for key, value in (common | dict(settings)).items():
-            if self.index.get_setting(key) != value:
-                self.index.set_setting(key, value)
-
-    def add(
-        self, documents: Iterable[Document], progress: Callable[[IngestProgress], None] | None = None
-    ) -> IngestReport:
+    def add(self, documents: Iterable[Document], progress: OnProgress | None = None) -> IngestReport:
         """Add documents, or update those whose id is known; see :meth:`Ingester.add`."""
         return self._ingester.add(documents, progress)
 
     def delete(self, document_id: str) -> int:
-        """Remove a document and the packets only it owned; see :meth:`Ingester.delete`."""
+        """Remove a document and the packets only it owned; see :func:`remove_document`."""
         return self._ingester.delete(document_id)
-
-    def reencode(self, progress: Callable[[int, int], None] | None = None) -> int:
-        """Make every packet anew with the present model, adapter and dtype; returns how many chunks."""
-        count = self._ingester.reencode(progress)
-        self._remember({})
-        return count
 
     def retrieve(self, question: str, k: int = 4) -> tuple[Hit, ...]:
         """The chunks nearest to a question, best first, each text once.
@@ -152,7 +123,9 @@ class KVPacketRAG:
         if not question.strip():
             raise PromptError("the question is empty; ask something")
         if not len(self.index):
-            raise StoreError("the index holds no chunks; ingest documents first")
+            raise StoreError(
+                "the index holds no chunks; add documents first ('kvpacket ingest')"
+            )
         vector = self.embedder.embed_query(question)
         width = k
         while True:
@@ -181,19 +154,31 @@ class KVPacketRAG:
             k: chunks to retrieve; more than there are gives all.
             settings: of decoding; greedy by default.
             policy: ``"packets"``, or ``"prefill"`` to read the same prompt in full.
+
+        Raises:
+            PromptError: the question is empty.
+            ContextTooLongError: chunks, question and answer exceed the model's window.
+            StoreError: the index is empty, or k is below 1.
         """
-        hits = self.retrieve(question, k)
-        answer = self.engine.generate(self.messages(question, hits), settings, policy=policy)
-        return RetrievedAnswer(answer, hits)
+        stream, hits = self.stream(question, k, settings, policy)
+        return RetrievedAnswer(stream.read_all(), hits)
 
     def stream(
-        self, question: str, k: int = 4, settings: GenerationSettings | None = None
+        self, question: str, k: int = 4, settings: GenerationSettings | None = None, policy: Policy = "packets"
     ) -> tuple[AnswerStream, tuple[Hit, ...]]:
-        """Retrieve, and answer piece by piece."""
+        """Retrieve, and answer piece by piece; see :meth:`ask`."""
         hits = self.retrieve(question, k)
-        return self.engine.stream(self.messages(question, hits), settings), hits
+        return self.engine.stream(self.messages(question, hits), settings, policy=policy), hits
 
     def close(self) -> None:
         """Close index and store."""
         self.index.close()
         self.engine.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()

@@ -66,6 +66,24 @@ def test_served_logits_are_those_of_the_training_forward(backbone: Backbone, ada
     torch.testing.assert_close(served[0], training_forward(backbone, used, row), atol=2e-5, rtol=1e-4)  # float32
 
 
+@pytest.mark.parametrize("soft", [False, True])
+def test_a_sink_is_seen_by_its_chunk_and_by_nothing_else(backbone: Backbone, adapter: Adapter, soft: bool):
+    used = adapter if soft else Adapter.empty(backbone.hidden_size)
+    encoder = PacketEncoder(backbone, used, sink=2)
+    name, ids = encoder.identify(TEXTS[0])
+    (packet,) = encoder.encode([(name, ids)])
+    question = backbone.token_ids(TEXTS[1])
+    _, served = serve(backbone, [packet, question])
+    assert packet.span == packet.tensors[0].shape[2] == len(ids) + used.num_tokens
+    parts = [backbone.embed(encoder.sink_ids), used.wrap(backbone.embed(ids)), backbone.embed(question)]
+    order = torch.arange(sum(map(len, parts)))
+    mask = order[:, None] >= order[None, :]
+    mask[-len(question) :, :2] = False
+    expected = backbone.logits(torch.cat(parts)[None], mask, order)[0, -1].detach()
+    torch.testing.assert_close(served[0], expected, atol=5e-5, rtol=1e-4)  # float32
+    assert encoder.signature != PacketEncoder(backbone, used).signature
+
+
 def test_gradients_of_the_training_forward_reach_the_adapter_only(backbone: Backbone, adapter: Adapter):
     row = [("packet", backbone.token_ids(TEXTS[0])), ("text", backbone.token_ids(TEXTS[1]))]
     training_forward(backbone, adapter, row).sum().backward()

@@ -1,0 +1,165 @@
+"""``kvpacket ingest``."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpacket_rag.cli.options import add_engine, add_index, open_index, positive
+from kvpacket_rag.cli.output import Bar, count, counted, duration, facts, say, show, size
+from kvpacket_rag.errors import DocumentError, KVPacketError
+
+if TYPE_CHECKING:
+    from kvpacket_rag.documents import Document
+    from kvpacket_rag.ingest import IngestReport
+    from kvpacket_rag.pipeline import KVPacketRAG
+
+SUMMARY = "put documents into an index: cut, encode, embed"
+DESCRIPTION = (
+    "Reads .txt, .md, .html and .pdf files, and folders of them. What is stored already is not encoded again, so "
+    "an interrupted run is taken up by running the same command again."
+)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Paths, index, and how to build it."""
+    parser.add_argument("paths", metavar="PATH", nargs="*", help="file or folder")
+    add_index(parser)
+    parser.add_argument(
+        "--chunk-tokens", metavar="N", type=positive, help="most tokens of a chunk (default: that of the index, or 256)"
+    )
+    parser.add_argument("--delete-missing", action="store_true", help="delete documents below PATH whose file is gone")
+    model = parser.add_argument_group("model")
+    add_engine(model)
+    model.add_argument(
+        "--embedder", metavar="NAME", help="embedding model (default: that of the index, or all-MiniLM-L6-v2)"
+    )
+    model.add_argument(
+        "--reencode", action="store_true", help="make all packets anew if model, adapter or dtype changed"
+    )
+
+
+def run(args: argparse.Namespace) -> None:
+    """Ingest."""
+    if not args.paths and not args.reencode:
+        args.usage("name a file or folder to ingest (none is needed with --reencode only)")
+    skips = _Skips(args.index)
+    documents = _read(args, skips)
+    with Bar() as bar, open_index(args, args.index, bar, **_options(args)) as rag:
+        try:
+            report = rag.add(counted(documents, "documents"), bar)
+        except (KeyboardInterrupt, KVPacketError):
+            say(
+                f"kept: {count(len(rag.index.documents()), 'document')} in the index and "
+                f"{count(len(rag.engine.store), 'packet')}; run the same command again to go on from there"
+            )
+            raise
+        for document_id, reason in report.skipped.items():
+            skips(Path(document_id), reason)
+        skips.tell_kept(set(rag.index.documents()))
+        show(_summary(report, len(skips.paths), rag))
+        _tell_missing(rag, args)
+
+
+def _read(args: argparse.Namespace, skips: _Skips) -> Iterable[Document]:
+    """The documents below the paths.
+
+    Raises:
+        DocumentError: there are none. Found out before a model is loaded.
+    """
+    if not args.paths:
+        return []
+    from kvpacket_rag.documents import read_documents
+
+    documents = read_documents(args.paths, skips, exclude=[args.index])
+    first = next(documents, None)
+    if first is None:
+        raise DocumentError(f"no document can be read from {', '.join(args.paths)}")
+    return chain([first], documents)
+
+
+def _options(args: argparse.Namespace) -> dict[str, Any]:
+    options: dict[str, Any] = {"chunk_tokens": args.chunk_tokens, "reencode": args.reencode}
+    if args.embedder:
+        from kvpacket_rag.embed import SentenceTransformerEmbedder
+
+        options["embedder"] = SentenceTransformerEmbedder(args.embedder)
+    return options
+
+
+class _Skips:
+    """Says which files are left out, and why."""
+
+    def __init__(self, index: Path) -> None:
+        self._index = os.path.realpath(index)
+        self.paths: list[Path] = []
+
+    def __call__(self, path: Path, reason: str) -> None:
+        if os.path.realpath(path) != self._index:  # the index among its documents is nobody's mistake
+            self.paths.append(path)
+            say(f"skipped {path}: {reason}")
+
+    def tell_kept(self, document_ids: set[str]) -> None:
+        """Which of them are in the index as they were when they could be read."""
+        for path in self.paths:
+            if (document_id := Path(os.path.realpath(path)).as_posix()) in document_ids:
+                say(f"kept {path} as it was read before; 'kvpacket delete {document_id}' removes it")
+
+
+def _summary(report: IngestReport, skipped: int, rag: KVPacketRAG) -> str:
+    documents = (
+        f"{report.added:,} added, {report.updated:,} updated, {report.unchanged:,} unchanged, {skipped:,} skipped"
+    )
+    return facts(
+        [
+            ("Documents", documents),
+            ("Chunks", f"{report.chunks:,} of at most {rag.chunk_tokens} tokens"),
+            ("Encoded", encoded(report)),
+            ("Index", contents(rag)),
+        ]
+    )
+
+
+def encoded(report: IngestReport) -> str:
+    """What had to be encoded, in one line."""
+    if not report.packets_encoded:
+        return "nothing: 0 packets encoded, all that is needed was stored"
+    rate = report.tokens_encoded / report.seconds
+    return (
+        f"{count(report.packets_encoded, 'packet')}, {count(report.tokens_encoded, 'token')} in "
+        f"{duration(report.seconds)} ({rate:,.0f} tokens/s)"
+    )
+
+
+def contents(rag: KVPacketRAG) -> str:
+    """What an index holds, in one line."""
+    return (
+        f"{count(len(rag.index.documents()), 'document')}, {count(len(rag.index), 'chunk')}, "
+        f"{count(len(rag.engine.store), 'packet')}, {size(rag.engine.store.size_bytes)}"
+    )
+
+
+def _tell_missing(rag: KVPacketRAG, args: argparse.Namespace) -> None:
+    """Documents below the paths whose file is gone: deleted if that was asked for, else only named."""
+    gone = list(missing(rag.index.documents(), args.paths))
+    for document_id in gone:
+        if args.delete_missing:
+            rag.delete(document_id)
+            show(f"deleted {document_id}: its file is gone")
+        else:
+            say(f"kept {document_id}, whose file is gone")
+    if gone and not args.delete_missing:
+        say(f"--delete-missing removes {count(len(gone), 'such document')} from the index")
+
+
+def missing(document_ids: Iterable[str], paths: Iterable[str]) -> Iterator[str]:
+    """Those of the documents that lay below the paths and are no longer there."""
+    roots = [Path(os.path.realpath(path)) for path in paths]
+    for document_id in document_ids:
+        path = Path(document_id)
+        if path.is_absolute() and not path.exists() and any(root in path.parents for root in roots):
+            yield document_id

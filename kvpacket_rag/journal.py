@@ -1,0 +1,75 @@
+"""Which chunks may own packets without having a row, told to the index before it comes to that.
+
+Rows and packets lie in two databases, so no transaction spans both. A process killed between the two
+would leave packets that no row names and nobody can delete; what it was about is therefore written down first.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Mapping
+
+from kvpacket_rag.errors import StoreError
+from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.store import PacketStore
+
+_SETTING = "unsettled"
+
+
+class OwnerJournal:
+    """Chunk ids by document, kept with an index until rows and packets agree again.
+
+    Args:
+        index: keeps the journal and says which chunks have a row.
+        store: whose packets the chunks own.
+    """
+
+    def __init__(self, index: PacketIndex, store: PacketStore) -> None:
+        self._index = index
+        self._store = store
+
+    def documents(self) -> list[str]:
+        """Those that are not settled."""
+        return list(self._read())
+
+    def note(self, chunk_ids: Mapping[str, Iterable[str]]) -> None:
+        """Chunks whose rows or packets are about to come or go, by document."""
+        noted = self._read()
+        merged = {name: list(dict.fromkeys([*noted.get(name, ()), *ids])) for name, ids in chunk_ids.items()}
+        self._write(noted | merged)
+
+    def settle(self, document_ids: Iterable[str]) -> None:
+        """Release the packets of noted chunks that have no row, and strike the documents out."""
+        noted = self._read()
+        done = [name for name in document_ids if name in noted]
+        if not done:
+            return
+        present = {chunk_id for name in done for chunk_id in self._index.chunk_ids(name)}
+        self._store.drop_owners([chunk_id for name in done for chunk_id in noted[name] if chunk_id not in present])
+        self._write({name: ids for name, ids in noted.items() if name not in done})
+
+    def _read(self) -> dict[str, list[str]]:
+        noted: dict[str, list[str]] = json.loads(self._index.get_setting(_SETTING) or "{}")
+        return noted
+
+    def _write(self, noted: Mapping[str, list[str]]) -> None:
+        self._index.set_setting(_SETTING, json.dumps(noted))
+
+
+def remove_document(index: PacketIndex, store: PacketStore, document_id: str) -> int:
+    """Remove a document, its rows, and the packets no other chunk refers to. Needs no model.
+
+    Returns:
+        How many chunks went.
+
+    Raises:
+        StoreError: no such document.
+    """
+    journal = OwnerJournal(index, store)
+    chunk_ids = index.chunk_ids(document_id)
+    if not chunk_ids and document_id not in journal.documents():
+        raise StoreError(f"the index holds no document {document_id!r}; 'kvpacket inspect --documents' lists them")
+    journal.note({document_id: chunk_ids})
+    index.delete(chunk_ids)
+    journal.settle([document_id])
+    return len(chunk_ids)
