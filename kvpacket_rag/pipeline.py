@@ -21,7 +21,7 @@ from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester, IngestReport, OnProgress
 from kvpacket_rag.origin import Origin
 
-SYSTEM_PROMPT = "Answer the question from the documents, in one short sentence."
+SYSTEM_PROMPT = "Use the documents to answer the question. Answer briefly."
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,11 +137,11 @@ class KVPacketRAG:
             width *= 2
 
     def messages(self, question: str, hits: Sequence[Hit]) -> list[Message]:
-        """The chat that puts the hits' text before the question."""
-        documents = "\n\n".join(hit.chunk.text.strip() for hit in hits)
+        """The chat that puts the hits' text before the question, the best nearest to it."""
+        documents = "\n\n".join(hit.chunk.text.strip() for hit in reversed(hits))
         return [
             Message("system", SYSTEM_PROMPT),
-            Message("user", f"Documents:\n\n{documents}\n\nQuestion: {question.strip()}"),
+            Message("user", f"Documents:\n\n{documents}\n\nQuestion: {question.strip()}\n\nAnswer:"),
         ]
 
     def ask(
