@@ -21,7 +21,8 @@ from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester, IngestReport, OnProgress
 from kvpacket_rag.origin import Origin
 
-SYSTEM_PROMPT = "Use the documents to answer the question. Answer briefly."
+SYSTEM_PROMPT = "You are a helpful assistant who answers questions from documents."
+_INSTRUCTION = "Answer from the text above, in one short sentence."
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,9 +124,7 @@ class KVPacketRAG:
         if not question.strip():
             raise PromptError("the question is empty; ask something")
         if not len(self.index):
-            raise StoreError(
-                "the index holds no chunks; add documents first ('kvpacket ingest')"
-            )
+            raise StoreError("the index holds no chunks; add documents first ('kvpacket ingest')")
         vector = self.embedder.embed_query(question)
         width = k
         while True:
@@ -141,7 +140,7 @@ class KVPacketRAG:
         documents = "\n\n".join(hit.chunk.text.strip() for hit in reversed(hits))
         return [
             Message("system", SYSTEM_PROMPT),
-            Message("user", f"Documents:\n\n{documents}\n\nQuestion: {question.strip()}\n\nAnswer:"),
+            Message("user", f"{documents}\n\n{_INSTRUCTION} {question.strip()}"),
         ]
 
     def ask(
