@@ -20,6 +20,11 @@ from kvpacket_rag.probe import ProbeReport, probe
 from kvpacket_rag.rope import realign
 from kvpacket_rag.runner import BoundContext, ModelRunner
 
+_COSMETIC = frozenset(  # of a model's config
+    "_name_or_path architectures attn_implementation bos_token_id dtype eos_token_id id2label label2id pad_token_id "
+    "tokenizer_class torch_dtype transformers_version use_cache".split()
+)
+
 
 class Backbone:
     """A frozen causal language model, proved fit for packets.
@@ -44,7 +49,7 @@ class Backbone:
         self.pool = ContextPool(self.plan, self.dtype, self.device)
         self.weights_fingerprint = fingerprint_weights(self.model)
         self.tokenizer_fingerprint = fingerprint_tokenizer(tokenizer)
-        self._version = self._count_edits()
+        self._version, self._sample = self._count_edits(), self._sample_weights()
         self._text_lock = threading.Lock()  # tokenizers change their own settings in every call
 
     @property
@@ -65,8 +70,14 @@ class Backbone:
         ids = found if isinstance(found, list) else [found]
         return frozenset(int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
-    def check_unchanged(self) -> None:
+    def check_unchanged(self, thorough: bool = False) -> None:
         """Refuse to go on when the weights were cast or edited since they were fingerprinted.
+
+        Edits in place are counted by torch; those through ``.data`` are not, and a few numbers of every
+        parameter are compared for them, which finds a merge or an overwrite, not one single number.
+
+        Args:
+            thorough: compare those numbers too, as encoding does.
 
         Raises:
             PacketMismatchError: packets made from here on would carry the identity of other weights.
@@ -76,7 +87,7 @@ class Backbone:
                 f"{self.name} was loaded in {self.dtype} and is now in {self.runner.dtype}; "
                 "load the engine again with the dtype you want"
             )
-        if self._count_edits() != self._version:
+        if self._count_edits() != self._version or (thorough and self._sample_weights() != self._sample):
             raise PacketMismatchError(
                 f"the weights of {self.name} were edited after loading; load the engine again, "
                 "so that old packets are not mistaken for those of the new weights"
@@ -85,6 +96,14 @@ class Backbone:
     def _count_edits(self) -> tuple[int, ...]:
         """Changes whenever a parameter is written in place or replaced."""
         return tuple(p._version + id(p) for p in self.model.parameters() if not p.is_inference())
+
+    def _sample_weights(self) -> str:
+        """A digest of a few numbers of every parameter."""
+        digest = hashlib.sha256()
+        for parameter in self.model.parameters():
+            flat = parameter.detach().flatten()
+            digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
+        return digest.hexdigest()
 
     def token_ids(self, text: str, plain: bool = True) -> list[int]:
         """Tokens of a text on its own, without special tokens around it.
@@ -117,8 +136,8 @@ class Backbone:
 
     def control_ids(self, texts: Sequence[str]) -> frozenset[int]:
         """Those of the texts that are control tokens, as ids."""
-        tokens = [self.tokenizer.convert_tokens_to_ids(text) for text in texts]
-        return frozenset(i for i in tokens if isinstance(i, int) and i in self.tokenizer.all_special_ids)
+        special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
+        return frozenset(special[text] for text in texts if text in special)
 
     def decode(self, ids: list[int]) -> str:
         """Text of tokens, control tokens left out."""
@@ -223,15 +242,28 @@ def _adjacent(spans: Sequence[Span]) -> bool:
     return all(before.slot + before.num_tokens == after.slot for before, after in pairwise(spans))
 
 
+def is_unicode(text: str) -> bool:
+    """Whether a text can be encoded at all; lone surrogates cannot."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def fingerprint_weights(model: PreTrainedModel) -> str:
-    """SHA-256 over the content of every parameter and buffer, in hex; names of files play no part."""
+    """SHA-256 over every parameter and buffer and over what the config changes in how they are used, in hex.
+
+    Names and paths play no part, and neither does what leaves keys and values as they are.
+    """
     seen: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
     for name, tensor in sorted(model.state_dict().items()):
         if isinstance(tensor, Tensor):
             seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor))
     with ThreadPoolExecutor() as workers:
         digests = list(workers.map(lambda entry: _digest_tensor(entry[1]), seen.values()))
-    whole = hashlib.sha256()
+    config = {k: v for k, v in model.config.to_diff_dict().items() if k not in _COSMETIC}
+    whole = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
     for (name, tensor), digest in zip(seen.values(), digests, strict=True):
         whole.update(json.dumps([name, str(tensor.dtype), list(tensor.shape), digest]).encode())
     return whole.hexdigest()

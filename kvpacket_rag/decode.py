@@ -48,23 +48,30 @@ class GenerationSettings:
 
     def __post_init__(self) -> None:
         numbers = (self.temperature, self.top_p, self.min_p, self.repetition_penalty)
-        if not all(isinstance(n, int | float) for n in numbers) or not isinstance(self.max_new_tokens, int):
-            raise PromptError(f"generation settings must be numbers, found {self}")
+        counts = (self.max_new_tokens, self.top_k, 0 if self.seed is None else self.seed)
+        if not all(isinstance(n, int | float) for n in numbers) or not all(isinstance(n, int) for n in counts):
+            raise PromptError(f"generation settings must be numbers, and counts and seed whole ones, found {self}")
         wrong = [
             (name, value, allowed)
             for name, value, allowed, fine in (
                 ("max_new_tokens", self.max_new_tokens, "at least 1", self.max_new_tokens >= 1),
-                ("temperature", self.temperature, "0 or more", self.temperature >= 0),
+                (
+                    "temperature",
+                    self.temperature,
+                    "0 or at least 0.001",
+                    self.temperature == 0 or self.temperature >= 1e-3,
+                ),
                 ("top_p", self.top_p, "in (0, 1]", 0 < self.top_p <= 1),
                 ("top_k", self.top_k, "0 or more", self.top_k >= 0),
                 ("min_p", self.min_p, "in [0, 1]", 0 <= self.min_p <= 1),
-                ("repetition_penalty", self.repetition_penalty, "more than 0", self.repetition_penalty > 0),
+                ("repetition_penalty", self.repetition_penalty, "0.001 or more", self.repetition_penalty >= 1e-3),
+                ("seed", self.seed, "None, or 0 up to 2^63", self.seed is None or 0 <= self.seed < 2**63),
             )
             if not fine
         ]
         if wrong:
             raise PromptError("; ".join(f"{name} is {value}, expected {allowed}" for name, value, allowed in wrong))
-        if isinstance(self.stop, str) or not all(isinstance(text, str) and text for text in self.stop):
+        if not isinstance(self.stop, tuple | list) or not all(isinstance(text, str) and text for text in self.stop):
             raise PromptError(f"stop is {self.stop!r}, expected a tuple of strings that are not empty")
 
 
@@ -193,5 +200,5 @@ class TextStream:
         for length in range(max((len(s) for s in self._stop), default=1) - 1, 0, -1):
             tail = self._text[-length:]
             if any(s.startswith(tail) for s in self._stop):
-                return length
+                return len(tail)
         return 0

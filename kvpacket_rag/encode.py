@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
-from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.backbone import Backbone, is_unicode
 from kvpacket_rag.errors import AdapterError, DocumentError
 from kvpacket_rag.packet import Packet, PacketSignature, packet_id
 
@@ -42,7 +42,7 @@ class PacketEncoder:
             )
         self.backbone = backbone
         self.adapter = adapter
-        self.sink_ids = backbone.first_ids() * sink
+        self.sink_ids = backbone.first_ids() * sink if sink else []
         self.max_batch_tokens = max_batch_tokens
         self.signature = PacketSignature(
             weights=backbone.weights_fingerprint,
@@ -58,6 +58,8 @@ class PacketEncoder:
         Raises:
             DocumentError: the chunk has no text, or more of it than the model's window.
         """
+        if not is_unicode(text):
+            raise DocumentError(f"the chunk {text[:40]!a} holds a lone surrogate, which no encoding knows; remove it")
         ids = self.backbone.token_ids(text.strip())
         room = self.backbone.context_window - self.adapter.num_tokens - len(self.sink_ids)
         if not ids:
@@ -75,7 +77,7 @@ class PacketEncoder:
         Args:
             chunks: packet id and token ids of each, as :meth:`identify` gives them.
         """
-        self.backbone.check_unchanged()
+        self.backbone.check_unchanged(thorough=True)
         for batch in self._batches(chunks):
             tensors = self.backbone.encode([self.wrap(ids) for _, ids in batch], len(self.sink_ids))
             for (name, ids), parts in zip(batch, tensors, strict=True):

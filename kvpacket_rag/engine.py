@@ -15,7 +15,7 @@ from kvpacket_rag.answer import Answer, AnswerStream, Miss, Timings, Usage
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.decode import GenerationSettings, Sampler, TextStream
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import PromptError
+from kvpacket_rag.errors import PacketNotFoundError, PromptError
 from kvpacket_rag.hardware import pick_device, pick_dtype
 from kvpacket_rag.models import load_model
 from kvpacket_rag.packet import Packet, PacketSignature
@@ -166,8 +166,11 @@ class KVPacketEngine:
             if name not in missing and name not in self.store:
                 missing[name] = _Missing(ids, text.strip(), owners[number] if owners else None)
         self._encode_missing(missing, progress)
-        for (name, _), owner in zip(named, owners or (), strict=False):
-            self.store.add_owner(name, owner)
+        for (name, ids), text, owner in zip(named, texts, owners or (), strict=False):
+            try:
+                self.store.add_owner(name, owner)
+            except PacketNotFoundError:  # deleted or evicted since we looked
+                self._encode_missing({name: _Missing(ids, text.strip(), owner)}, None)
         return [name for name, _ in named]
 
     def _encode_missing(self, missing: Mapping[str, _Missing], progress: Callable[[int, int], None] | None) -> None:
@@ -214,7 +217,7 @@ class KVPacketEngine:
             prompt: chat messages, rendered by the model's own template; or a final text, which gets
                 the model's beginning-of-sequence token once. Chunks the store knows are found in it.
             settings: how to decode; greedy by default.
-            policy: ``"packets"`` reuses what is stored; ``"prefill"`` reads the same tokens in full.
+            policy: ``"packets"`` reuses what is stored; ``"prefill"`` reads the same text in full.
             template_kwargs: passed on to the chat template.
 
         Raises:

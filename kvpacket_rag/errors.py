@@ -1,20 +1,20 @@
 """Every error this package raises on purpose.
 
-    KVPacketError
-    ├── ModelNotFoundError         no such model, here or on the hub
-    ├── UnsupportedModelError      the model cannot be served from packets
-    ├── AdapterError               an adapter file is malformed or does not fit the model
-    ├── PromptError                the prompt cannot be answered as it stands
-    │   └── ContextTooLongError    prompt, packets and answer exceed the model's window
-    ├── PacketError
-    │   ├── PacketNotFoundError    the store holds no such packet
-    │   ├── PacketMismatchError    the packet was made by another model, adapter or dtype
-    │   └── PacketCorruptError     the packet's file is damaged
-    ├── StoreError                 a store or index cannot be opened, read or written
-    │   ├── StoreFormatError       it was written in a format this version does not read
-    │   └── StoreFullError         no room is left for another packet
-    ├── DocumentError              a document cannot be read or cut into chunks
-    └── MissingExtraError          an optional package is needed and not installed
+KVPacketError
+├── ModelNotFoundError         no such model, here or on the hub
+├── UnsupportedModelError      the model cannot be served from packets
+├── AdapterError               an adapter file is malformed or does not fit the model
+├── PromptError                the prompt cannot be answered as it stands
+│   └── ContextTooLongError    prompt, packets and answer exceed the model's window
+├── PacketError
+│   ├── PacketNotFoundError    the store holds no such packet
+│   ├── PacketMismatchError    the packet was made by another model, adapter or dtype
+│   └── PacketCorruptError     the packet's file is damaged
+├── StoreError                 a store or index cannot be opened, read or written
+│   ├── StoreFormatError       it was written in a format this version does not read
+│   └── StoreFullError         no room is left for another packet
+├── DocumentError              a document cannot be read or cut into chunks
+└── MissingExtraError          an optional package is needed and not installed
 """
 
 from __future__ import annotations

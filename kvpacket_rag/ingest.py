@@ -6,6 +6,7 @@ import hashlib
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -99,15 +100,29 @@ class Ingester:
         index: of embeddings and packet ids.
         embedder: of chunk texts.
         chunk_tokens: most tokens of a chunk.
+        lock: keeps other processes from changing the same index meanwhile; threads are kept apart here.
+
+    Raises:
+        DocumentError: ``chunk_tokens`` is below 1.
     """
 
-    def __init__(self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder, chunk_tokens: int) -> None:
+    def __init__(
+        self,
+        engine: KVPacketEngine,
+        index: PacketIndex,
+        embedder: Embedder,
+        chunk_tokens: int,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
+        if chunk_tokens < 1:
+            raise DocumentError(f"chunk_tokens is {chunk_tokens}; expected 1 or more")
         self.engine = engine
         self.index = index
         self.embedder = embedder
         self.chunk_tokens = chunk_tokens
         self._journal = OwnerJournal(index, engine.store)
-        self._lock = threading.RLock()
+        self._threads = threading.RLock()
+        self._processes = lock or nullcontext()
 
     def add(self, documents: Iterable[Document], progress: OnProgress | None = None) -> IngestReport:
         """Add documents, or update those whose id is known; what is stored is not encoded again.
@@ -126,7 +141,7 @@ class Ingester:
             StoreError: metadata cannot be stored, or the files cannot be written.
             StoreFullError: no room is left; the packets made before stay, and a later run begins with them.
         """
-        with self._lock:
+        with self._threads, self._processes:
             report = IngestReport()
             plans = self._plans(documents, report)
             meter = _Meter(progress, sum(plan.num_tokens for plan in plans), report)
@@ -139,7 +154,7 @@ class Ingester:
 
     def delete(self, document_id: str) -> int:
         """Remove a document, its rows, and the packets no other chunk refers to; see :func:`remove_document`."""
-        with self._lock:
+        with self._threads, self._processes:
             return remove_document(self.index, self.engine.store, document_id)
 
     def require_fit(self) -> None:
@@ -163,7 +178,7 @@ class Ingester:
             DocumentError: a chunk is longer than the model's window; see :meth:`require_fit`.
             StoreFullError: no room is left; what was done before stays done.
         """
-        with self._lock:
+        with self._threads, self._processes:
             rows = list(self.index.rows())
             tokens = {chunk.chunk_id: self.engine.count_tokens(chunk.text.strip()) for chunk, _ in rows}
             meter = _Meter(progress, sum(tokens.values()), IngestReport())

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from filelock import FileLock
+
 from kvpacket_rag.answer import Answer, AnswerStream
+from kvpacket_rag.backbone import is_unicode
 from kvpacket_rag.chat import Message
 from kvpacket_rag.chunk import Hit
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.documents import Document
 from kvpacket_rag.embed import Embedder, SentenceTransformerEmbedder
 from kvpacket_rag.engine import KVPacketEngine, Policy
-from kvpacket_rag.errors import PromptError, StoreError
+from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester, IngestReport, OnProgress
 from kvpacket_rag.origin import Origin
@@ -46,6 +49,7 @@ class KVPacketRAG:
         index: embeddings beside packet ids.
         embedder: the one the index was built with.
         chunk_tokens: most tokens of a chunk.
+        lock: held while the index is changed; :meth:`open` uses a file lock, so that processes take turns.
 
     Example:
         >>> with KVPacketRAG.open("library") as rag:               # doctest: +SKIP
@@ -53,12 +57,19 @@ class KVPacketRAG:
         ...     print(rag.ask("Who signed the lease?").answer.text)
     """
 
-    def __init__(self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder, chunk_tokens: int = 256) -> None:
+    def __init__(
+        self,
+        engine: KVPacketEngine,
+        index: PacketIndex,
+        embedder: Embedder,
+        chunk_tokens: int = 256,
+        lock: AbstractContextManager[object] | None = None,
+    ) -> None:
         self.engine = engine
         self.index = index
         self.embedder = embedder
         self.chunk_tokens = chunk_tokens
-        self._ingester = Ingester(engine, index, embedder, chunk_tokens)
+        self._ingester = Ingester(engine, index, embedder, chunk_tokens, lock)
 
     @classmethod
     def open(
@@ -97,7 +108,9 @@ class KVPacketRAG:
             engine = origin.load_engine(model, engine_options)
             undo.callback(engine.close)
             embedder = embedder or SentenceTransformerEmbedder(origin.embedder)
-            rag = cls(engine, index, embedder, chunk_tokens or origin.chunk_tokens)
+            if chunk_tokens is None:
+                chunk_tokens = origin.chunk_tokens
+            rag = cls(engine, index, embedder, chunk_tokens, FileLock(Path(folder) / ".changing.lock"))
             if origin.check(engine, embedder.name, reencode):
                 rag._ingester.require_fit()
                 origin.begin_reencoding(engine)
@@ -108,11 +121,18 @@ class KVPacketRAG:
 
     def add(self, documents: Iterable[Document], progress: OnProgress | None = None) -> IngestReport:
         """Add documents, or update those whose id is known; see :meth:`Ingester.add`."""
+        self._check_signature()
         return self._ingester.add(documents, progress)
 
     def delete(self, document_id: str) -> int:
         """Remove a document and the packets only it owned; see :func:`remove_document`."""
         return self._ingester.delete(document_id)
+
+    def _check_signature(self) -> None:
+        """Stop when another process encoded the index again for another model meanwhile."""
+        written = self.index.get_setting("signature")
+        if written not in (None, self.engine.signature.to_json()):
+            raise PacketMismatchError("the index was encoded again with another model, adapter or dtype; open it anew")
 
     def retrieve(self, question: str, k: int = 4) -> tuple[Hit, ...]:
         """The chunks nearest to a question, best first, each text once.
@@ -123,6 +143,9 @@ class KVPacketRAG:
         """
         if not question.strip():
             raise PromptError("the question is empty; ask something")
+        if not is_unicode(question):
+            raise PromptError("the question holds a lone surrogate, which no encoding knows; remove it")
+        self._check_signature()
         if not len(self.index):
             raise StoreError("the index holds no chunks; add documents first ('kvpacket ingest')")
         vector = self.embedder.embed_query(question)

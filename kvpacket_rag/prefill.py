@@ -28,6 +28,7 @@ from kvpacket_rag.store import PacketStore
 logger = logging.getLogger(__name__)
 
 _MAX_PREAMBLES = 16
+_MAX_PREAMBLE_BYTES = 128 * 2**20
 _ENDS_WITH_CHUNK = "the prompt ends with this chunk, so it had to be read for the next token"
 
 
@@ -199,7 +200,7 @@ class Prefiller:
         (packet,) = self._encoder.encode([(name, self.ids(part))])
         count.encoded_tokens += packet.num_tokens
         try:
-            self._store.put(packet, part.text)
+            self._store.put(packet, part.text, only_known=True)
         except StoreError as error:
             logger.warning("packet %s serves this request only: %s", name, error)
         return packet
@@ -226,5 +227,8 @@ class Prefiller:
         tensors = context.extract(Span(0, 0, len(ids)))
         with self._lock:
             self._preambles[tuple(ids)] = Packet(packet_id(ids, signature), signature, tensors, len(ids), len(ids))
-            while len(self._preambles) > _MAX_PREAMBLES:
+            while len(self._preambles) > _MAX_PREAMBLES or self._preamble_bytes() > _MAX_PREAMBLE_BYTES:
                 self._preambles.popitem(last=False)
+
+    def _preamble_bytes(self) -> int:
+        return sum(packet.size_bytes for packet in self._preambles.values())

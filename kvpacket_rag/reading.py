@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
 from kvpacket_rag.answer import Miss
-from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.backbone import Backbone, is_unicode
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.finder import ChunkFinder
 from kvpacket_rag.packet import PacketSignature
@@ -48,7 +48,7 @@ class PromptReader:
 
         Args:
             prompt: a final text, or chat messages.
-            policy: ``"prefill"`` gives the same tokens, with no packet to them.
+            policy: ``"prefill"`` gives the same tokens of text, with no packet to them.
             template_kwargs: for the chat template.
 
         Returns:
@@ -59,6 +59,9 @@ class PromptReader:
         """
         if policy not in ("packets", "prefill"):
             raise PromptError(f"policy is {policy!r}, expected 'packets' or 'prefill'")
+        texts = [prompt] if isinstance(prompt, str) else [getattr(m, "content", "") for m in prompt]
+        if not all(is_unicode(text) for text in texts if isinstance(text, str)):
+            raise PromptError("the prompt holds a lone surrogate, which no encoding knows; remove it")
         with self._lock:
             self._refresh()
             if isinstance(prompt, str):
@@ -68,11 +71,19 @@ class PromptReader:
                 pieces = segment_chat(prompt, self._finder, tokenizer, template_kwargs=template_kwargs)
             parts = [self._part(piece, policy) for piece in pieces]
             near = [miss for p in pieces if isinstance(p, TextPiece) for miss in self._finder.near_misses(p.text)]
-        bos = self._backbone.bos_ids() if isinstance(prompt, str) else []
-        if bos and parts and (parts[0].ids or [])[:1] != bos:
-            parts.insert(0, Part.of_text(bos))
+        parts = self._begin(parts, isinstance(prompt, str))
         misses = tuple(Miss(name, reason) for name, reason in near) if policy == "packets" else ()
         return [part for part in parts if part.num_tokens], misses
+
+    def _begin(self, parts: list[Part], is_text: bool) -> list[Part]:
+        """With the beginning-of-sequence token once, where neither prompt nor template brought it."""
+        templated = not is_text and getattr(self._backbone.tokenizer, "chat_template", None)
+        bos = [] if templated else self._backbone.bos_ids()
+        if not bos or not parts or (parts[0].ids or [])[:1] == bos:
+            return parts
+        if parts[0].ids is None:
+            return [Part.of_text(bos), *parts]
+        return [Part.of_text([*bos, *parts[0].ids], parts[0].text), *parts[1:]]
 
     def _part(self, piece: TextPiece | ChunkPiece, policy: Policy) -> Part:
         if isinstance(piece, ChunkPiece) and policy == "packets":

@@ -191,3 +191,31 @@ def test_depth_heads_and_width_are_measured_not_assumed(
     keys = odd.plan.groups[0]
     assert len(keys.layers) == settings.get("num_hidden_layers", 3)
     assert keys.heads == settings.get("num_key_value_heads", 2) and keys.width == settings.get("head_dim", 16)
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"hidden_act": "gelu"},
+        {"rms_norm_eps": 1e-2},
+        {"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "attention_factor": 1.7, "rope_theta": 10000.0}},
+    ],
+)
+def test_equal_weights_under_another_config_have_another_fingerprint(
+    make_model: Callable[..., Any], settings: dict[str, Any]
+):
+    assert fingerprint_weights(make_model(**settings)) != fingerprint_weights(make_model())
+
+
+def test_names_and_token_choices_do_not_change_the_fingerprint(make_model: Callable[..., Any]):
+    renamed = make_model(eos_token_id=5)
+    renamed.config._name_or_path = "elsewhere"
+    assert fingerprint_weights(renamed) == fingerprint_weights(make_model())
+
+
+def test_an_edit_that_torch_does_not_count_is_found_before_encoding(make_model: Callable[..., Any], tokenizer: Any):
+    backbone = Backbone(make_model(), tokenizer)
+    backbone.model.model.layers[0].self_attn.k_proj.weight.data += 1.0
+    encoder = PacketEncoder(backbone, Adapter.empty(backbone.hidden_size))
+    with pytest.raises(PacketMismatchError, match="edited"):
+        next(encoder.encode([encoder.identify(TEXTS[0])]))

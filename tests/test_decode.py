@@ -121,3 +121,9 @@ def test_settings_out_of_range_are_refused_by_name(name: str, value: Any):
 
 def test_the_tokenizer_fixture_knows_its_control_tokens(tokenizer: PreTrainedTokenizerFast):
     assert tokenizer.convert_tokens_to_ids("<|im_start|>") in tokenizer.all_special_ids
+
+
+@pytest.mark.parametrize("text", ["Questors are", "Question:", "Questio", "Qu", "QQuestion: x"])
+def test_an_answer_that_begins_like_a_stop_text_is_shown_once(backbone: Backbone, text: str):
+    pieces, _ = stream_of(backbone, text, ("Question:", "Quite another"))
+    assert "".join(pieces) == text.partition("Question:")[0]

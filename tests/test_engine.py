@@ -336,3 +336,48 @@ def test_closing_from_another_thread_lets_a_running_step_end_and_frees_the_conte
 def test_settings_of_the_wrong_type_are_refused():
     with pytest.raises(PromptError, match="numbers"):
         GenerationSettings(temperature="hot")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("on_disk", [False, True])
+def test_what_is_deleted_while_a_request_waits_is_answered_and_stays_deleted(
+    backbone: Any, tmp_path: Path, on_disk: bool
+):
+    engine = KVPacketEngine(backbone, DiskStore(tmp_path) if on_disk else MemoryStore(), min_match_tokens=4)
+    engine.encode(CHUNKS[:1], owners=["a"])
+    stream = engine.stream(ask(CHUNKS[:1]), SHORT)
+    engine.drop_owners(["a"])
+    assert len(stream.read_all().usage.misses) == 1
+    assert len(engine.store) == 0 and not list(engine.store.known(engine.signature))
+
+
+def test_a_packet_that_goes_before_it_is_owned_is_encoded_again(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
+):
+    (name,) = engine.encode(CHUNKS[:1])
+    add_owner = engine.store.add_owner
+    monkeypatch.setattr(engine.store, "add_owner", lambda *a: (engine.store.delete(name), add_owner(*a)))
+    assert engine.encode(CHUNKS[:1], owners=["a"]) == [name]
+    assert name in engine.store and engine.drop_owners(["a"]) == [name]
+
+
+@pytest.mark.parametrize("prompt", ["caf\udce9?", [Message("user", "caf\udce9?")]])
+def test_a_lone_surrogate_is_refused_at_the_door(engine: KVPacketEngine, prompt: Any):
+    with pytest.raises(PromptError, match="surrogate"):
+        engine.generate(prompt)
+    with pytest.raises(DocumentError, match="surrogate"):
+        engine.encode(["caf\udce9?"])
+
+
+def test_the_beginning_of_sequence_token_stands_once_and_does_not_part_the_preamble(
+    backbone: Any, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(backbone, "bos_ids", lambda: [0])
+    engine = KVPacketEngine(backbone, min_match_tokens=4)
+    engine.encode(CHUNKS[:1])
+    texts = f"Read this: {CHUNKS[0]} And now?", f"{CHUNKS[0]} And now?"
+    for text in texts:
+        first, second = (engine.generate(text, SHORT) for _ in range(2))
+        assert first.usage.prompt_tokens == engine.generate(text, SHORT, policy="prefill").usage.prompt_tokens
+        assert second.usage.packet_tokens > first.usage.packet_tokens
+    parts, _ = engine._reader.read(texts[0], "packets", None)
+    assert parts[0].ids == [0, *engine.token_ids("Read this: ")] and parts[1].packet_id

@@ -59,7 +59,7 @@ class DiskStore:
             self._catalogue.close()
             raise
 
-    def put(self, packet: Packet, text: str, owner: str | None = None) -> None:
+    def put(self, packet: Packet, text: str, owner: str | None = None, *, only_known: bool = False) -> None:
         """See :meth:`PacketStore.put`."""
         require_packet_id(packet.packet_id)
         row = self._catalogue.find(packet.packet_id)
@@ -71,7 +71,7 @@ class DiskStore:
             parts: list[bytes | memoryview] = []
         else:
             parts = packet_parts(packet)  # the checksum takes as long as the write: outside the lock
-        while not self._try_put(packet, text, owner, parts):
+        while not self._try_put(packet, text, owner, parts, only_known):
             parts = parts or packet_parts(packet)
 
     def get(self, packet_id: str, signature: PacketSignature) -> Packet:
@@ -152,7 +152,9 @@ class DiskStore:
         finally:
             self._catalogue.close()
 
-    def _try_put(self, packet: Packet, text: str, owner: str | None, parts: list[bytes | memoryview]) -> bool:
+    def _try_put(
+        self, packet: Packet, text: str, owner: str | None, parts: list[bytes | memoryview], only_known: bool
+    ) -> bool:
         """One transaction towards storing a packet: False when it only made room or found the file gone.
 
         The file is written inside the transaction, so that neither another writer of the same packet
@@ -161,7 +163,10 @@ class DiskStore:
         packet_id = packet.packet_id
         size_bytes = sum(len(part) for part in parts)
         with self._catalogue.transaction() as changes:
-            if not self._is_stored(packet_id, changes.find(packet_id)):
+            row = changes.find(packet_id)
+            if row is None and only_known:
+                return True
+            if not self._is_stored(packet_id, row):
                 if not parts:
                     return False
                 if self._max_bytes is not None and changes.size_bytes() + size_bytes > self._max_bytes:

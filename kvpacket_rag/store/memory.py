@@ -42,11 +42,13 @@ class MemoryStore:
         self._holds = Holds()
         self._lock = RLock()
 
-    def put(self, packet: Packet, text: str, owner: str | None = None) -> None:
+    def put(self, packet: Packet, text: str, owner: str | None = None, *, only_known: bool = False) -> None:
         """See :meth:`PacketStore.put`."""
         require_packet_id(packet.packet_id)
         with self._lock:
             entry = self._entries.get(packet.packet_id)
+            if entry is None and only_known:
+                return
             if entry is not None:
                 packet.signature.require(entry.signature, packet.packet_id)
             if packet.packet_id not in self._packets:

@@ -37,13 +37,14 @@ class PacketStore(Protocol):
     owners, even when the packet itself was evicted or set aside as damaged.
     """
 
-    def put(self, packet: Packet, text: str, owner: str | None = None) -> None:
+    def put(self, packet: Packet, text: str, owner: str | None = None, *, only_known: bool = False) -> None:
         """Store a packet and the text it stands for; a stored one only gains the owner.
 
         Args:
             packet: what to store.
             text: the chunk's text, edges stripped.
             owner: who keeps the packet alive, such as a chunk id. Without owner it may be evicted and forgotten.
+            only_known: do nothing unless the store still knows the chunk, so that what was deleted stays so.
 
         Raises:
             StoreFullError: no room on the disk or under the byte cap; nothing is left behind.
