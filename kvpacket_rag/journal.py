@@ -8,12 +8,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from pathlib import Path
+
+from filelock import FileLock
 
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.store import PacketStore
 
 _SETTING = "unsettled"
+
+
+def change_lock(folder: str | Path) -> FileLock:
+    """To be held while an index in a folder is changed, so that processes take turns; reading needs no lock."""
+    return FileLock(Path(folder) / ".changing.lock")
 
 
 class OwnerJournal:

@@ -9,8 +9,6 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from filelock import FileLock
-
 from kvpacket_rag.answer import Answer, AnswerStream
 from kvpacket_rag.backbone import is_unicode
 from kvpacket_rag.chat import Message
@@ -22,6 +20,7 @@ from kvpacket_rag.engine import KVPacketEngine, Policy
 from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester, IngestReport, OnProgress
+from kvpacket_rag.journal import change_lock
 from kvpacket_rag.origin import Origin
 
 SYSTEM_PROMPT = "You are a helpful assistant who answers questions from documents."
@@ -110,7 +109,7 @@ class KVPacketRAG:
             embedder = embedder or SentenceTransformerEmbedder(origin.embedder)
             if chunk_tokens is None:
                 chunk_tokens = origin.chunk_tokens
-            rag = cls(engine, index, embedder, chunk_tokens, FileLock(Path(folder) / ".changing.lock"))
+            rag = cls(engine, index, embedder, chunk_tokens, change_lock(folder))
             if origin.check(engine, embedder.name, reencode):
                 rag._ingester.require_fit()
                 origin.begin_reencoding(engine)

@@ -7,6 +7,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixtu
 from pipeline_samples import NEW_LEASE, packet_files
 
 import kvpacket_rag
+from kvpacket_rag.cli import main
 from kvpacket_rag.cli.output import duration, size, table
 from kvpacket_rag.errors import StoreFullError
+from kvpacket_rag.journal import change_lock
 from kvpacket_rag.store import DiskStore
 
 ROOT = Path(kvpacket_rag.__file__).parents[1]
@@ -216,6 +219,14 @@ def test_delete_takes_an_id_a_path_or_the_end_of_one(kv: Run, index: Path, docs:
     code, out, _ = kv("delete", docs / "0.txt", "1.txt", "docs/2.txt", "--index", index)
     assert code == 0 and out.count("deleted ") == 3 and len(packet_files(index)) == 1
     assert kv("delete", "3.txt", "0.txt", "--index", index)[0] == 1 and len(packet_files(index)) == 1
+
+
+def test_a_deletion_waits_while_another_process_changes_the_index(kv: Run, index: Path, docs: Path):
+    with ThreadPoolExecutor(1) as thread:
+        with change_lock(index):
+            deletion = thread.submit(main, ["delete", str(docs / "0.txt"), "--index", str(index)])
+            assert not wait([deletion], timeout=1).done and len(packet_files(index)) == 4
+        assert deletion.result(60) == 0 and len(packet_files(index)) == 3
 
 
 def test_delete_asks_which_one_is_meant(kv: Run, docs: Path, tmp_path: Path):

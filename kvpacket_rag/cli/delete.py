@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 from collections.abc import Sequence
+from contextlib import closing
 from pathlib import Path
 
 from kvpacket_rag.cli.options import add_index, require_index
@@ -27,12 +28,14 @@ def run(args: argparse.Namespace) -> None:
     """Delete; nothing, if one of the documents is not there."""
     require_index(args.index)
     from kvpacket_rag.index import PacketIndex
-    from kvpacket_rag.journal import OwnerJournal, remove_document
+    from kvpacket_rag.journal import OwnerJournal, change_lock, remove_document
     from kvpacket_rag.store import DiskStore
 
-    index = PacketIndex.open(args.index)
-    store = DiskStore(args.index)
-    try:
+    with (
+        closing(PacketIndex.open(args.index)) as index,
+        closing(DiskStore(args.index)) as store,
+        change_lock(args.index),
+    ):
         known = [*index.documents(), *OwnerJournal(index, store).documents()]
         chosen = dict.fromkeys(_document_of(name, known) for name in args.documents)
         before = store.size_bytes
@@ -40,9 +43,6 @@ def run(args: argparse.Namespace) -> None:
             chunks = remove_document(index, store, document_id)
             show(f"deleted {document_id} ({count(chunks, 'chunk')})")
         show(f"{before - store.size_bytes:,} bytes of packets freed")
-    finally:
-        store.close()
-        index.close()
 
 
 def _document_of(name: str, known: Sequence[str]) -> str:

@@ -25,6 +25,9 @@ DESCRIPTION = (
 )
 
 
+_FOUND_FROM = 16  # tokens; KVPacketEngine's min_match_tokens
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Paths, index, and how to build it."""
     parser.add_argument("paths", metavar="PATH", nargs="*", help="file or folder")
@@ -61,8 +64,8 @@ def run(args: argparse.Namespace) -> None:
         for document_id, reason in report.skipped.items():
             skips(Path(document_id), reason)
         skips.tell_kept(set(rag.index.documents()))
-        show(_summary(report, len(skips.paths), rag))
         _tell_missing(rag, args)
+        show(_summary(report, len(skips.paths), rag))
 
 
 def _read(args: argparse.Namespace, skips: _Skips) -> Iterable[Document]:
@@ -83,6 +86,8 @@ def _read(args: argparse.Namespace, skips: _Skips) -> Iterable[Document]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
+    if args.chunk_tokens is not None and args.chunk_tokens < _FOUND_FROM:
+        say(f"chunks under {_FOUND_FROM} tokens are read as text in every prompt, so their packets are not used")
     options: dict[str, Any] = {"chunk_tokens": args.chunk_tokens, "reencode": args.reencode}
     if args.embedder:
         from kvpacket_rag.embed import SentenceTransformerEmbedder
