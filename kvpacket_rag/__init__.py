@@ -36,9 +36,9 @@ if TYPE_CHECKING:
         UnsupportedModelError,
     )
     from kvpacket_rag.index import PacketIndex
-    from kvpacket_rag.ingest import IngestProgress, IngestReport
     from kvpacket_rag.packet import Packet, PacketSignature, packet_id
     from kvpacket_rag.pipeline import KVPacketRAG, RetrievedAnswer
+    from kvpacket_rag.progress import IngestProgress, IngestReport
     from kvpacket_rag.split import Splitter
     from kvpacket_rag.store import DiskStore, KnownChunk, MemoryStore, PacketStore
 
@@ -70,7 +70,7 @@ _HOMES = {
         "UnsupportedModelError",
     ),
     "index": ("PacketIndex",),
-    "ingest": ("IngestProgress", "IngestReport"),
+    "progress": ("IngestProgress", "IngestReport"),
     "packet": ("Packet", "PacketSignature", "packet_id"),
     "pipeline": ("KVPacketRAG", "RetrievedAnswer"),
     "split": ("Splitter",),

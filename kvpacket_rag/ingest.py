@@ -5,9 +5,9 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -18,65 +18,11 @@ from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal, remove_document
+from kvpacket_rag.progress import IngestProgress, IngestReport, OnProgress
 from kvpacket_rag.rows import metadata_json
 
 MARK = "ingest_mark"  # metadata key of a chunk: what its document was when the chunk was cut from it
 _BATCH_CHUNKS = 64
-
-
-@dataclass(frozen=True, slots=True)
-class IngestProgress:
-    """How far an ingest is.
-
-    Attributes:
-        tokens_done: of chunks that have their packet.
-        tokens_total: of all chunks there is work with.
-        tokens_encoded: of ``tokens_done``, those that had no packet before.
-        seconds: since encoding began.
-    """
-
-    tokens_done: int
-    tokens_total: int
-    tokens_encoded: int
-    seconds: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Rate of encoding; 0 while nothing was encoded."""
-        return self.tokens_encoded / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def seconds_left(self) -> float | None:
-        """At this rate, if nothing of what is left has its packet yet; None while there is no rate."""
-        rate = self.tokens_per_second
-        return (self.tokens_total - self.tokens_done) / rate if rate else None
-
-
-@dataclass(slots=True)
-class IngestReport:
-    """What an ingest did.
-
-    Attributes:
-        added, updated, unchanged: documents. One counts as updated also if its metadata alone changed, or if
-            the store had lost its packets.
-        skipped: documents left out, with the reason.
-        chunks: of the added and updated documents.
-        packets_encoded: packets that were not in the store before.
-        tokens_encoded: tokens of those.
-        seconds: spent on encoding and embedding.
-    """
-
-    added: int = 0
-    updated: int = 0
-    unchanged: int = 0
-    skipped: dict[str, str] = field(default_factory=dict)
-    chunks: int = 0
-    packets_encoded: int = 0
-    tokens_encoded: int = 0
-    seconds: float = 0.0
-
-
-OnProgress = Callable[[IngestProgress], None]
 
 
 @dataclass(frozen=True, slots=True)

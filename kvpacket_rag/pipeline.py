@@ -19,9 +19,10 @@ from kvpacket_rag.embed import Embedder, SentenceTransformerEmbedder
 from kvpacket_rag.engine import KVPacketEngine, Policy
 from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
-from kvpacket_rag.ingest import Ingester, IngestReport, OnProgress
+from kvpacket_rag.ingest import Ingester
 from kvpacket_rag.journal import change_lock
 from kvpacket_rag.origin import Origin
+from kvpacket_rag.progress import IngestReport, OnProgress
 
 SYSTEM_PROMPT = "You are a helpful assistant who answers questions from documents."
 _INSTRUCTION = "Answer from the text above, in one short sentence."

@@ -40,7 +40,7 @@ def test_a_call_may_have_its_own_settings(chat: ChatKVPacket):
     ("arguments", "message"),
     [
         ({"max_token": 3}, "unknown argument max_token; it takes .*max_tokens"),
-        ({"temperature": -1}, "temperature is -1, expected 0 or more"),
+        ({"temperature": -1}, "temperature is -1, expected 0 or at least"),
         ({"model": "gpt-9"}, "asks for model 'gpt-9', but this one answers as 'tiny'"),
         ({"tools": [{"name": "look"}]}, "tool calling .* not supported"),
         ({"response_format": {"type": "json_object"}}, "structured output are not supported"),

@@ -15,8 +15,8 @@ from kvpacket_rag.errors import DocumentError, KVPacketError
 
 if TYPE_CHECKING:
     from kvpacket_rag.documents import Document
-    from kvpacket_rag.ingest import IngestReport
     from kvpacket_rag.pipeline import KVPacketRAG
+    from kvpacket_rag.progress import IngestReport
 
 SUMMARY = "put documents into an index: cut, encode, embed"
 DESCRIPTION = (

@@ -10,8 +10,8 @@ from kvpacket_rag.cli.output import say
 from kvpacket_rag.errors import StoreError
 
 if TYPE_CHECKING:
-    from kvpacket_rag.ingest import OnProgress
     from kvpacket_rag.pipeline import KVPacketRAG
+    from kvpacket_rag.progress import OnProgress
 
 INDEX_FILE = "index.sqlite"
 

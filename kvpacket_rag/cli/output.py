@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from kvpacket_rag.chunk import Chunk
-    from kvpacket_rag.ingest import IngestProgress
+    from kvpacket_rag.progress import IngestProgress
 
 _LINE_SECONDS = 5.0  # between two lines of progress where no bar can be drawn
 T = TypeVar("T")
