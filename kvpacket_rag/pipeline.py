@@ -21,6 +21,7 @@ from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester
 from kvpacket_rag.journal import change_lock
+from kvpacket_rag.nearest import Kind
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.progress import IngestReport, OnProgress
 
@@ -79,6 +80,7 @@ class KVPacketRAG:
         *,
         embedder: Embedder | None = None,
         chunk_tokens: int | None = None,
+        kind: Kind = "flat",
         reencode: bool = False,
         progress: OnProgress | None = None,
         **engine_options: Any,
@@ -93,6 +95,7 @@ class KVPacketRAG:
             embedder: turns text into vectors; all-MiniLM-L6-v2 by default.
             chunk_tokens: most tokens of a chunk, 256 by default; what is stored keeps its size until it
                 is added again.
+            kind: of search: ``"flat"`` is exact, ``"hnsw"`` approximate on large indexes.
             reencode: when model, adapter or dtype changed, encode every chunk again.
             progress: of encoding again.
             engine_options: passed to :meth:`KVPacketEngine.load`.
@@ -102,7 +105,7 @@ class KVPacketRAG:
             StoreError: the folder is no index, or was built with another embedder.
         """
         with ExitStack() as undo:
-            index = PacketIndex.open(folder)
+            index = PacketIndex.open(folder, kind=kind)
             undo.callback(index.close)
             origin = Origin(index, Path(folder))
             engine = origin.load_engine(model, engine_options)

@@ -84,6 +84,22 @@ def test_a_sink_is_seen_by_its_chunk_and_by_nothing_else(backbone: Backbone, ada
     assert encoder.signature != PacketEncoder(backbone, used).signature
 
 
+def test_training_steps_move_the_adapter_alone_and_lower_the_loss(backbone: Backbone):
+    adapter = Adapter.random(backbone.embed(range(500)), 3, 2, seed=4)
+    before, weights = adapter.digest, fingerprint_weights(backbone.model)
+    optimizer = torch.optim.AdamW(adapter.parameters(), lr=0.05, weight_decay=0)
+    row = [("packet", backbone.token_ids(TEXTS[0])), ("text", backbone.token_ids(TEXTS[1]))]
+    losses = []
+    for _ in range(12):
+        optimizer.zero_grad()
+        loss = -training_forward(backbone, adapter, row).log_softmax(-1)[7]
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < losses[0] and adapter.digest != before
+    assert fingerprint_weights(backbone.model) == weights
+
+
 def test_gradients_of_the_training_forward_reach_the_adapter_only(backbone: Backbone, adapter: Adapter):
     row = [("packet", backbone.token_ids(TEXTS[0])), ("text", backbone.token_ids(TEXTS[1]))]
     training_forward(backbone, adapter, row).sum().backward()
