@@ -52,11 +52,6 @@ class Context:
         """Slots the buffers hold."""
         return self.buffers[0].shape[3]
 
-    @property
-    def size_bytes(self) -> int:
-        """Bytes of all buffers."""
-        return sum(buffer.nbytes for buffer in self.buffers)
-
     def reserve(self, num_tokens: int, span: int | None = None) -> Span:
         """Take the next slots (and ``span`` positions, by default as many) and say where they are."""
         if self.num_slots + num_tokens > self.capacity:

@@ -136,6 +136,8 @@ class Backbone:
 
     def control_ids(self, texts: Sequence[str]) -> frozenset[int]:
         """Those of the texts that are control tokens, as ids."""
+        if not texts:
+            return frozenset()
         special = dict(zip(self.tokenizer.all_special_tokens, self.tokenizer.all_special_ids, strict=True))
         return frozenset(special[text] for text in texts if text in special)
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+MIN_MATCH_TOKENS = 16  # a shorter text stands in prompts by chance, so it is not looked for, nor worth a chunk
+
 
 @dataclass(frozen=True, slots=True)
 class Chunk:

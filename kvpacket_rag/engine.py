@@ -13,6 +13,7 @@ from typing import Any, Literal
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.answer import Answer, AnswerStream, Miss, Timings, Usage
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.decode import GenerationSettings, Sampler, TextStream
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import PacketNotFoundError, PromptError
@@ -62,7 +63,7 @@ class KVPacketEngine:
         store: PacketStore | None = None,
         adapter: Adapter | None = None,
         sink: int = 0,
-        min_match_tokens: int = 16,
+        min_match_tokens: int = MIN_MATCH_TOKENS,
     ) -> None:
         self.backbone = backbone
         self.store: PacketStore = store if store is not None else MemoryStore()
@@ -80,7 +81,7 @@ class KVPacketEngine:
         sink: int | None = None,
         device: str = "auto",
         dtype: str = "auto",
-        min_match_tokens: int = 16,
+        min_match_tokens: int = MIN_MATCH_TOKENS,
     ) -> KVPacketEngine:
         """Load a model by short name, path or hub name, prove it fit for packets, and open a store.
 

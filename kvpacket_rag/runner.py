@@ -220,11 +220,6 @@ class ModelRunner:
             found[kind] = found.get(kind) or window  # layers that share another's cache show no window of their own
         return found
 
-    @property
-    def slides(self) -> bool:
-        """Whether some layer attends to a window only."""
-        return any(window is not None for window in self._windows.values())
-
     def bind(self, context: Context) -> BoundContext:
         """Stand a context in for the model's cache."""
         cursor = _Cursor(slice(0, 0), 0, 0)

@@ -7,14 +7,13 @@ from dataclasses import dataclass
 
 from semantic_text_splitter import MarkdownSplitter, TextSplitter
 
-from kvpacket_rag.chunk import Chunk
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS, Chunk
 from kvpacket_rag.documents import Document
 from kvpacket_rag.errors import DocumentError
 
 # Before each cut the splitter looks at all that lies ahead, which takes time in the square of a text
 # without line or sentence breaks. So it is shown this many characters at a time, or more for long chunks.
 _WINDOW = 32_768
-_SMALL = 16  # tokens; a shorter piece tells a retriever little, and the engine does not look for it in prompts
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +62,7 @@ class Splitter:
                 f"an overlap of {overlap} tokens does not fit chunks of at most {max_tokens}; "
                 f"give one from 0 to {max_tokens - 1}"
             )
-        small = min(_SMALL, max_tokens // 8)
+        small = min(MIN_MATCH_TOKENS, max_tokens // 8)
         spans = self._cut(document, max(max_tokens - small, overlap + 1), overlap)
         pieces = [piece for start, end in spans for piece in self._fit(document, start, end, max_tokens)]
         for headings_wait in (True, False):

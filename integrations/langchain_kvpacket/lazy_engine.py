@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from kvpacket_rag import Adapter, KVPacketEngine, KVPacketError, PacketStore
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -21,7 +22,7 @@ class EngineOptions:
     adapter: Adapter | str | Path | None = None
     device: str = "auto"
     dtype: str = "auto"
-    min_match_tokens: int = 16
+    min_match_tokens: int = MIN_MATCH_TOKENS
 
 
 class LazyEngine:

@@ -10,6 +10,7 @@ from langchain_core.language_models import LangSmithParams
 from pydantic import AliasChoices, BaseModel, Field, ValidationInfo, field_validator, model_validator
 
 from kvpacket_rag import Answer, AnswerStream, GenerationSettings, KVPacketEngine, Message, PromptError
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.engine import Policy
 from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, EngineOptions, LazyEngine
 
@@ -51,7 +52,7 @@ class EngineFields(BaseModel):
     """CUDA, then MPS, then the CPU."""
     dtype: str = "auto"
     """bfloat16 where the device computes it fast, else float32."""
-    min_match_tokens: int = 16
+    min_match_tokens: int = MIN_MATCH_TOKENS
     """Shorter chunks are not looked for in a prompt."""
     policy: Policy = "packets"
     """``"prefill"`` reads every prompt in full."""

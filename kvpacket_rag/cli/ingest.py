@@ -9,6 +9,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.cli.options import add_engine, add_index, open_index, positive
 from kvpacket_rag.cli.output import Bar, count, counted, duration, facts, say, show, size
 from kvpacket_rag.errors import DocumentError, KVPacketError
@@ -23,9 +24,6 @@ DESCRIPTION = (
     "Reads .txt, .md, .html and .pdf files, and folders of them. What is stored already is not encoded again, so "
     "an interrupted run is taken up by running the same command again."
 )
-
-
-_FOUND_FROM = 16  # tokens; KVPacketEngine's min_match_tokens
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -86,8 +84,8 @@ def _read(args: argparse.Namespace, skips: _Skips) -> Iterable[Document]:
 
 
 def _options(args: argparse.Namespace) -> dict[str, Any]:
-    if args.chunk_tokens is not None and args.chunk_tokens < _FOUND_FROM:
-        say(f"chunks under {_FOUND_FROM} tokens are read as text in every prompt, so their packets are not used")
+    if args.chunk_tokens is not None and args.chunk_tokens < MIN_MATCH_TOKENS:
+        say(f"chunks under {MIN_MATCH_TOKENS} tokens are read as text in every prompt, so their packets are not used")
     options: dict[str, Any] = {"chunk_tokens": args.chunk_tokens, "reencode": args.reencode}
     if args.embedder:
         from kvpacket_rag.embed import SentenceTransformerEmbedder
