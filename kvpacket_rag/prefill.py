@@ -22,6 +22,7 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import ContextTooLongError, PacketError, PromptError, StoreError
 from kvpacket_rag.packet import Packet, packet_id
+from kvpacket_rag.parts import Part, absorb
 from kvpacket_rag.runner import BoundContext
 from kvpacket_rag.store import PacketStore
 
@@ -30,30 +31,6 @@ logger = logging.getLogger(__name__)
 _MAX_PREAMBLES = 16
 _MAX_PREAMBLE_BYTES = 128 * 2**20
 _ENDS_WITH_CHUNK = "the prompt ends with this chunk, so it had to be read for the next token"
-
-
-@dataclass(slots=True)
-class Part:
-    """A piece of a prompt.
-
-    Attributes:
-        text: the characters it stands for.
-        num_tokens: of that text alone.
-        packet_id: the packet that may stand for it; None for plain text.
-        ids: the tokens; a chunk is only tokenised when its packet cannot be used.
-        packet: filled in when the part is taken from a packet.
-    """
-
-    text: str
-    num_tokens: int
-    packet_id: str | None = None
-    ids: list[int] | None = None
-    packet: Packet | None = None
-
-    @classmethod
-    def of_text(cls, ids: list[int], text: str = "") -> Part:
-        """Plain text, tokenised."""
-        return cls(text, len(ids), ids=ids)
 
 
 @dataclass(slots=True)
@@ -110,7 +87,7 @@ class Prefiller:
             PromptError: there is nothing to read.
             ContextTooLongError: prompt and answer take more positions than the model has.
         """
-        soft = self._encoder.adapter.num_tokens * sum(part.packet_id is not None for part in parts)
+        soft = self._encoder.adapter.stored_tokens * sum(part.packet_id is not None for part in parts)
         prompt = sum(part.num_tokens for part in parts) + soft
         window = self._backbone.context_window
         if not parts:
@@ -140,7 +117,9 @@ class Prefiller:
         started = time.perf_counter()
         count = _Loading()
         with self._store.hold([part.packet_id for part in parts if part.packet_id]):
-            ready = self._absorb(self._load(parts, count))
+            ready = self._load(parts, count)
+            if self._encoder.adapter.absorbs:
+                ready = absorb(ready)
             loaded = time.perf_counter()
             preamble = self._new_preamble(ready)
             slots = sum(part.packet.tensors[0].shape[2] if part.packet else part.num_tokens for part in ready)
@@ -204,16 +183,6 @@ class Prefiller:
         except StoreError as error:
             logger.warning("packet %s serves this request only: %s", name, error)
         return packet
-
-    def _absorb(self, parts: list[Part]) -> list[Part]:
-        """White space alone between two packets is what adapters were trained to stand for."""
-        if not self._encoder.adapter.num_tokens:
-            return parts
-        inside = [
-            before.packet and after.packet and part.text.isspace()
-            for before, part, after in zip(parts, parts[1:], parts[2:], strict=False)
-        ]
-        return [part for part, absorbed in zip(parts, [False, *inside, False], strict=False) if not absorbed]
 
     def _new_preamble(self, parts: Sequence[Part]) -> list[int] | None:
         """Tokens before the first packet that are not a packet yet."""

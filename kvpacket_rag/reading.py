@@ -11,8 +11,8 @@ from kvpacket_rag.backbone import Backbone, is_unicode
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.finder import ChunkFinder
 from kvpacket_rag.packet import PacketSignature
-from kvpacket_rag.prefill import Part
-from kvpacket_rag.prompt import ChunkPiece, Message, TextPiece, segment_chat, segment_text
+from kvpacket_rag.parts import Part, tokenise
+from kvpacket_rag.prompt import Message, TextPiece, segment_chat, segment_text
 from kvpacket_rag.store import PacketStore
 
 Policy = Literal["packets", "prefill"]
@@ -69,27 +69,14 @@ class PromptReader:
             else:
                 tokenizer = self._backbone.tokenizer
                 pieces = segment_chat(prompt, self._finder, tokenizer, template_kwargs=template_kwargs)
-            parts = [self._part(piece, policy) for piece in pieces]
+            known = self._known if policy == "packets" else {}
+            parts = tokenise(self._backbone, pieces, known, self._is_templated(prompt))
             near = [miss for p in pieces if isinstance(p, TextPiece) for miss in self._finder.near_misses(p.text)]
-        parts = self._begin(parts, isinstance(prompt, str))
         misses = tuple(Miss(name, reason) for name, reason in near) if policy == "packets" else ()
-        return [part for part in parts if part.num_tokens], misses
+        return parts, misses
 
-    def _begin(self, parts: list[Part], is_text: bool) -> list[Part]:
-        """With the beginning-of-sequence token once, where neither prompt nor template brought it."""
-        templated = not is_text and getattr(self._backbone.tokenizer, "chat_template", None)
-        bos = [] if templated else self._backbone.bos_ids()
-        if not bos or not parts or (parts[0].ids or [])[:1] == bos:
-            return parts
-        if parts[0].ids is None:
-            return [Part.of_text(bos), *parts]
-        return [Part.of_text([*bos, *parts[0].ids], parts[0].text), *parts[1:]]
-
-    def _part(self, piece: TextPiece | ChunkPiece, policy: Policy) -> Part:
-        if isinstance(piece, ChunkPiece) and policy == "packets":
-            return Part(piece.text, self._known[piece.packet_id], piece.packet_id)
-        plain = isinstance(piece, ChunkPiece) or piece.plain
-        return Part.of_text(self._backbone.token_ids(piece.text, plain), piece.text)
+    def _is_templated(self, prompt: Prompt) -> bool:
+        return not isinstance(prompt, str) and bool(getattr(self._backbone.tokenizer, "chat_template", None))
 
     def _refresh(self) -> None:
         """Bring the finder up to what the store knows, if that changed."""

@@ -1,0 +1,100 @@
+"""A prompt in parts: text to read, and chunks that packets stand for. Serving, training and evaluation share them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.finder import ChunkFinder
+from kvpacket_rag.packet import Packet
+from kvpacket_rag.prompt import ChunkPiece, Message, Piece, segment_chat
+
+
+@dataclass(slots=True)
+class Part:
+    """A piece of a prompt.
+
+    Attributes:
+        text: the characters it stands for.
+        num_tokens: of that text alone.
+        packet_id: the packet that may stand for it; None for plain text.
+        ids: the tokens; a chunk is only tokenised when its packet cannot be used.
+        packet: filled in when the part is taken from a packet.
+    """
+
+    text: str
+    num_tokens: int
+    packet_id: str | None = None
+    ids: list[int] | None = None
+    packet: Packet | None = None
+
+    @classmethod
+    def of_text(cls, ids: list[int], text: str = "") -> Part:
+        """Plain text, tokenised."""
+        return cls(text, len(ids), ids=ids)
+
+
+def tokenise(backbone: Backbone, pieces: Sequence[Piece], known: Mapping[str, int], templated: bool) -> list[Part]:
+    """Pieces of a prompt as parts, each tokenised apart.
+
+    Args:
+        backbone: whose tokenizer is used.
+        pieces: of the prompt, in order.
+        known: packet id to tokens of its text; a chunk that is not in it is read as text.
+        templated: the pieces come from a chat template, which brings its own beginning-of-sequence token.
+    """
+    parts = [_part(backbone, piece, known) for piece in pieces]
+    bos = [] if templated else backbone.bos_ids()
+    if bos and parts and (parts[0].ids or [])[:1] != bos:
+        if parts[0].ids is None:
+            parts = [Part.of_text(bos), *parts]
+        else:
+            parts = [Part.of_text([*bos, *parts[0].ids], parts[0].text), *parts[1:]]
+    return [part for part in parts if part.num_tokens]
+
+
+def _part(backbone: Backbone, piece: Piece, known: Mapping[str, int]) -> Part:
+    if isinstance(piece, ChunkPiece):
+        if piece.packet_id in known:
+            return Part(piece.text, known[piece.packet_id], piece.packet_id)
+        return Part.of_text(backbone.token_ids(piece.text), piece.text)
+    return Part.of_text(backbone.token_ids(piece.text, piece.plain), piece.text)
+
+
+def absorb(parts: Sequence[Part]) -> list[Part]:
+    """The parts without white space that stands alone between two chunks; adapters are trained to stand for it."""
+    inside = [
+        before.packet_id and after.packet_id and part.text.isspace()
+        for before, part, after in zip(parts, parts[1:], parts[2:], strict=False)
+    ]
+    return [part for part, absorbed in zip(parts, [False, *inside, False], strict=False) if not absorbed]
+
+
+def parts_of(encoder: PacketEncoder, messages: Sequence[Message], chunks: Sequence[str]) -> list[Part]:
+    """A chat in parts, cut at the given chunks, as an engine cuts it that knows these chunks alone.
+
+    Args:
+        encoder: names the packets.
+        messages: hold the chunks' texts.
+        chunks: texts with their edges stripped.
+
+    Returns:
+        Parts in order, all with their tokens; white space between chunks is a part of its own still.
+
+    Raises:
+        PromptError: a message is malformed or the template refuses it.
+        DocumentError: a chunk holds no text, or more than the model's window.
+    """
+    finder = ChunkFinder()
+    tokens: dict[str, list[int]] = {}
+    for chunk in chunks:
+        name, ids = encoder.identify(chunk)
+        tokens[name] = ids
+        finder.add(name, chunk.strip())
+    tokenizer = encoder.backbone.tokenizer
+    known = {name: len(ids) for name, ids in tokens.items()}
+    templated = bool(getattr(tokenizer, "chat_template", None))
+    parts = tokenise(encoder.backbone, segment_chat(messages, finder, tokenizer), known, templated)
+    return [replace(part, ids=tokens[part.packet_id]) if part.packet_id else part for part in parts]
