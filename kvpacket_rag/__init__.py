@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from kvpacket_rag.errors import (
         AdapterError,
         ContextTooLongError,
+        DatasetError,
         DocumentError,
         KVPacketError,
         MissingExtraError,
@@ -33,12 +34,14 @@ if TYPE_CHECKING:
         StoreError,
         StoreFormatError,
         StoreFullError,
+        TrainingError,
         UnsupportedModelError,
     )
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.packet import Packet, PacketSignature, packet_id
     from kvpacket_rag.pipeline import KVPacketRAG, RetrievedAnswer
     from kvpacket_rag.progress import IngestProgress, IngestReport
+    from kvpacket_rag.shipped import find_adapter
     from kvpacket_rag.split import Splitter
     from kvpacket_rag.store import DiskStore, KnownChunk, MemoryStore, PacketStore
 
@@ -55,6 +58,7 @@ _HOMES = {
     "errors": (
         "AdapterError",
         "ContextTooLongError",
+        "DatasetError",
         "DocumentError",
         "KVPacketError",
         "MissingExtraError",
@@ -67,12 +71,14 @@ _HOMES = {
         "StoreError",
         "StoreFormatError",
         "StoreFullError",
+        "TrainingError",
         "UnsupportedModelError",
     ),
     "index": ("PacketIndex",),
     "progress": ("IngestProgress", "IngestReport"),
     "packet": ("Packet", "PacketSignature", "packet_id"),
     "pipeline": ("KVPacketRAG", "RetrievedAnswer"),
+    "shipped": ("find_adapter",),
     "split": ("Splitter",),
     "store": ("DiskStore", "KnownChunk", "MemoryStore", "PacketStore"),
 }
@@ -87,6 +93,7 @@ __all__ = [
     "Backbone",
     "Chunk",
     "ContextTooLongError",
+    "DatasetError",
     "DiskStore",
     "Document",
     "DocumentError",
@@ -120,8 +127,10 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "Timings",
+    "TrainingError",
     "UnsupportedModelError",
     "Usage",
+    "find_adapter",
     "import_paper_adapter",
     "packet_id",
     "read_documents",

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.attach import OUTSIDE, attached
 from kvpacket_rag.backbone import Backbone, is_unicode
 from kvpacket_rag.errors import AdapterError, DocumentError
 from kvpacket_rag.packet import Packet, PacketSignature, packet_id
@@ -52,6 +53,11 @@ class PacketEncoder:
             dtype=str(backbone.dtype).removeprefix("torch."),
         )
 
+    @property
+    def _extra(self) -> int:
+        """Tokens read with every chunk that are not its own."""
+        return self.adapter.num_tokens + len(self.sink_ids)
+
     def identify(self, text: str) -> tuple[str, list[int]]:
         """Packet id and token ids of a chunk; the text counts with its edges stripped.
 
@@ -61,7 +67,7 @@ class PacketEncoder:
         if not is_unicode(text):
             raise DocumentError(f"the chunk {text[:40]!a} holds a lone surrogate, which no encoding knows; remove it")
         ids = self.backbone.token_ids(text.strip())
-        room = self.backbone.context_window - self.adapter.num_tokens - len(self.sink_ids)
+        room = self.backbone.context_window - self._extra
         if not ids:
             raise DocumentError(f"the chunk {text[:40]!r} holds no text; leave it out")
         if len(ids) > room:
@@ -79,9 +85,22 @@ class PacketEncoder:
         """
         self.backbone.check_unchanged(thorough=True)
         for batch in self._batches(chunks):
-            tensors = self.backbone.encode([self.wrap(ids) for _, ids in batch], len(self.sink_ids))
+            tensors = self._prefill([ids for _, ids in batch])
             for (name, ids), parts in zip(batch, tensors, strict=True):
-                yield Packet(name, self.signature, parts, len(ids) + self.adapter.num_tokens, len(ids))
+                yield Packet(name, self.signature, parts, len(ids) + self.adapter.stored_tokens, len(ids))
+
+    @torch.no_grad()
+    def _prefill(self, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, ...]]:
+        sink = torch.full((len(self.sink_ids),), OUTSIDE)
+        roles = torch.nn.utils.rnn.pad_sequence(
+            [torch.cat([sink, self.adapter.roles(len(ids))]) for ids in rows], batch_first=True, padding_value=OUTSIDE
+        )
+        with (
+            self.backbone.runner.lock,  # so that no answer is read through the adapter's updates
+            attached(self.adapter, self.backbone.model, roles.to(self.backbone.device)),
+        ):
+            left_out = len(self.sink_ids) + self.adapter.left_out_tokens
+            return self.backbone.encode([self.wrap(ids) for ids in rows], left_out)
 
     @torch.no_grad()
     def wrap(self, ids: Sequence[int]) -> Tensor:
@@ -94,7 +113,7 @@ class PacketEncoder:
     def _batches(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[list[tuple[str, list[int]]]]:
         batch: list[tuple[str, list[int]]] = []
         for chunk in sorted(chunks, key=lambda c: len(c[1]), reverse=True):
-            padded = len((batch or [chunk])[0][1]) + self.adapter.num_tokens + len(self.sink_ids)
+            padded = len((batch or [chunk])[0][1]) + self._extra
             if batch and padded * (len(batch) + 1) > self.max_batch_tokens:
                 yield batch
                 batch = []

@@ -20,9 +20,11 @@ from kvpacket_rag.errors import PacketNotFoundError, PromptError
 from kvpacket_rag.hardware import pick_device, pick_dtype
 from kvpacket_rag.models import load_model
 from kvpacket_rag.packet import Packet, PacketSignature
-from kvpacket_rag.prefill import Part, Prefilled, Prefiller
+from kvpacket_rag.parts import Part
+from kvpacket_rag.prefill import Prefilled, Prefiller
 from kvpacket_rag.reading import Policy as Policy
 from kvpacket_rag.reading import Prompt, PromptReader
+from kvpacket_rag.shipped import check_adapter, find_adapter
 from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
 
 _PENDING_WRITES = 4
@@ -67,7 +69,9 @@ class KVPacketEngine:
     ) -> None:
         self.backbone = backbone
         self.store: PacketStore = store if store is not None else MemoryStore()
-        self.encoder = PacketEncoder(backbone, adapter or Adapter.empty(backbone.hidden_size), sink)
+        adapter = adapter or Adapter.empty(backbone.hidden_size)
+        check_adapter(adapter, backbone)
+        self.encoder = PacketEncoder(backbone, adapter, sink)
         self._prefiller = Prefiller(backbone, self.encoder, self.store)
         self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
 
@@ -77,7 +81,7 @@ class KVPacketEngine:
         model: str = "smollm2-135m-instruct",
         *,
         store: PacketStore | str | Path | None = None,
-        adapter: Adapter | str | Path | None = None,
+        adapter: Adapter | str | Path | None = "auto",
         sink: int | None = None,
         device: str = "auto",
         dtype: str = "auto",
@@ -88,7 +92,8 @@ class KVPacketEngine:
         Args:
             model: such as ``"smollm2-135m-instruct"``.
             store: a store, a folder for one on disk, or None for memory.
-            adapter: an adapter or its file; None for bare chunks.
+            adapter: an adapter or its file; ``"auto"`` for the one that ships for these weights, if there is
+                one; None for bare chunks.
             sink: tokens read before every chunk and left out of its packet; None for as many as help
                 bare chunks, and none under an adapter.
             device: ``"auto"`` takes CUDA, then MPS, then the CPU.
@@ -98,7 +103,7 @@ class KVPacketEngine:
         Raises:
             ModelNotFoundError: no such model.
             UnsupportedModelError: the model cannot be served from packets.
-            AdapterError: the adapter does not fit.
+            AdapterError: the adapter does not fit, or is of another model.
         """
         place = pick_device(device)
         loaded, tokenizer = load_model(model, place, pick_dtype(dtype, place))
@@ -106,9 +111,9 @@ class KVPacketEngine:
         if isinstance(store, str | Path):
             store = DiskStore(store)
         if isinstance(adapter, str | Path):
-            adapter = Adapter.load(adapter)
+            adapter = find_adapter(backbone) if str(adapter) == "auto" else Adapter.load(adapter)
         if sink is None:
-            sink = 0 if adapter and adapter.num_tokens else _SINK
+            sink = 0 if adapter and not adapter.is_empty else _SINK
         return cls(backbone, store, adapter, sink, min_match_tokens)
 
     @property

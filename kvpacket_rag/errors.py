@@ -14,6 +14,8 @@ KVPacketError
 │   ├── StoreFormatError       it was written in a format this version does not read
 │   └── StoreFullError         no room is left for another packet
 ├── DocumentError              a document cannot be read or cut into chunks
+├── DatasetError               a data set is malformed or unknown
+├── TrainingError              an adapter cannot be trained as asked, or its training went wrong
 └── MissingExtraError          an optional package is needed and not installed
 """
 
@@ -74,6 +76,14 @@ class StoreFullError(StoreError):
 
 class DocumentError(KVPacketError):
     """A document cannot be read or cut into chunks."""
+
+
+class DatasetError(KVPacketError):
+    """A data set is malformed or unknown."""
+
+
+class TrainingError(KVPacketError):
+    """An adapter cannot be trained as asked, or its training went wrong."""
 
 
 class MissingExtraError(KVPacketError):

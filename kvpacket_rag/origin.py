@@ -45,7 +45,8 @@ class Origin:
     def load_engine(self, model: str | None, options: Mapping[str, Any]) -> KVPacketEngine:
         """The engine over the folder's packets; model, dtype and adapter of the index where none is asked for."""
         chosen: dict[str, Any] = {"dtype": self._index.get_setting("dtype") or "auto"}
-        if "adapter" not in options:
+        if "adapter" not in options and self._index.get_setting("signature"):
+            chosen["adapter"] = None
             if sink := self._index.get_setting("sink"):
                 chosen["sink"] = int(sink)
             if self._index.get_setting("adapter"):
@@ -94,13 +95,13 @@ class Origin:
 
     def _facts(self, engine: KVPacketEngine) -> dict[str, str]:
         adapter, file = engine.encoder.adapter, self._folder / ADAPTER_FILE
-        if not adapter.num_tokens:
+        if adapter.is_empty:
             file.unlink(missing_ok=True)
         elif self._index.get_setting("adapter") != adapter.digest or not file.is_file():
             temporary = file.with_name(f".{os.getpid()}.{ADAPTER_FILE}")
             adapter.save(temporary)
             os.replace(temporary, file)
-        digest = adapter.digest if adapter.num_tokens else ""
+        digest = "" if adapter.is_empty else adapter.digest
         sink = str(len(engine.encoder.sink_ids))
         return {"model": engine.model_name, "dtype": engine.signature.dtype, "adapter": digest, "sink": sink}
 

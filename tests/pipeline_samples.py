@@ -74,7 +74,9 @@ def loader(backbone: Backbone, **backbones: Backbone) -> Callable[..., KVPacketE
     ) -> KVPacketEngine:
         chosen = copy.copy(backbones.get(model) or backbones.get(dtype) or backbone)
         chosen.name = model
-        return KVPacketEngine(chosen, DiskStore(store), adapter, sink or 0, min_match_tokens=4)
+        return KVPacketEngine(
+            chosen, DiskStore(store), None if adapter == "auto" else adapter, sink or 0, min_match_tokens=4
+        )
 
     return load
 
