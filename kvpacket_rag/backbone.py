@@ -3,27 +3,23 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import threading
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import cached_property
 from itertools import pairwise
-from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpacket_rag.assemble import Context, ContextPool, Span
+from kvpacket_rag.blocks import attends_by_blocks, block_attention, text_tokens
 from kvpacket_rag.errors import PacketMismatchError
+from kvpacket_rag.fingerprint import fingerprint_tokenizer, fingerprint_values, fingerprint_weights
 from kvpacket_rag.probe import ProbeReport, probe
 from kvpacket_rag.rope import realign
 from kvpacket_rag.runner import BoundContext, ModelRunner
-
-_COSMETIC = frozenset(  # of a model's config
-    "_name_or_path architectures attn_implementation bos_token_id dtype eos_token_id id2label label2id pad_token_id "
-    "tokenizer_class torch_dtype transformers_version use_cache".split()
-)
 
 
 class Backbone:
@@ -56,6 +52,17 @@ class Backbone:
     def hidden_size(self) -> int:
         """Width of an input embedding."""
         return int(self.model.get_input_embeddings().weight.shape[1])
+
+    @property
+    def architecture(self) -> str:
+        """Class and sizes of the model: what another one must share at least to read its adapter."""
+        config = self.model.config.get_text_config(decoder=True)
+        return f"{type(self.model).__name__}, {config.num_hidden_layers} layers, hidden size {self.hidden_size}"
+
+    @cached_property
+    def values_fingerprint(self) -> str:
+        """See :func:`fingerprint_values`."""
+        return fingerprint_values(self.model)
 
     @property
     def context_window(self) -> int:
@@ -223,21 +230,41 @@ class Backbone:
         """Append one token and return the logits (1, vocabulary) of the next."""
         return self._forward_texts(bound, [(context.reserve(1), [token])], masked=False)
 
-    def logits(self, embeddings: Tensor, mask: Tensor, positions: Tensor) -> Tensor:
+    @contextmanager
+    def reading(
+        self,
+        embeddings: Tensor,
+        mask: Tensor,
+        positions: Tensor,
+        wanted: Tensor | None = None,
+        packets: Sequence[slice] = (),
+    ) -> Iterator[Tensor]:
         """One forward over a whole row with a given mask and no cache, as training does; keeps gradients.
+
+        Run the backward pass within it: the model is locked meanwhile, and ready to compute again what was
+        not kept.
 
         Args:
             embeddings: (1, tokens, hidden).
             mask: (tokens, tokens), True where a row's token may look.
             positions: (tokens,).
+            wanted: (n,) places in the row whose logits are computed; None for all.
+            packets: parts of the row that see themselves alone, in causal order; the mask has to say so too.
 
-        Returns:
-            (1, tokens, vocabulary).
+        Yields:
+            (1, wanted tokens, vocabulary) logits.
         """
-        blank = torch.zeros(mask.shape, dtype=embeddings.dtype, device=embeddings.device)
-        additive = blank.masked_fill(~mask, torch.finfo(embeddings.dtype).min)[None, None]
-        output, _ = self.runner.forward(embeddings, positions[None], None, additive, last_only=False, keep=False)
-        return output
+        rows = torch.arange(len(positions), device=self.device)
+        blocks: AbstractContextManager[None] = nullcontext()
+        if packets and attends_by_blocks(self.model):
+            rows = text_tokens(len(positions), packets, self.device)
+            blocks = block_attention(self.model, packets, rows)
+        additive = self.runner.additive(mask[rows], positions[rows, None] - positions[None])
+        with self.runner.lock, blocks:
+            output, _ = self.runner.forward(
+                embeddings, positions[None], None, additive, "all" if wanted is None else wanted, keep=False
+            )
+            yield output
 
 
 def _adjacent(spans: Sequence[Span]) -> bool:
@@ -251,39 +278,3 @@ def is_unicode(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
-
-
-def fingerprint_weights(model: PreTrainedModel) -> str:
-    """SHA-256 over every parameter and buffer and over what the config changes in how they are used, in hex.
-
-    Names and paths play no part, and neither does what leaves keys and values as they are.
-    """
-    seen: dict[tuple[int, tuple[int, ...]], tuple[str, Tensor]] = {}
-    for name, tensor in sorted(model.state_dict().items()):
-        if isinstance(tensor, Tensor):
-            seen.setdefault((tensor.data_ptr(), tuple(tensor.shape)), (name, tensor))
-    with ThreadPoolExecutor() as workers:
-        digests = list(workers.map(lambda entry: _digest_tensor(entry[1]), seen.values()))
-    config = {k: v for k, v in model.config.to_diff_dict().items() if k not in _COSMETIC}
-    whole = hashlib.sha256(json.dumps(config, sort_keys=True, default=str).encode())
-    for (name, tensor), digest in zip(seen.values(), digests, strict=True):
-        whole.update(json.dumps([name, str(tensor.dtype), list(tensor.shape), digest]).encode())
-    return whole.hexdigest()
-
-
-def _digest_tensor(tensor: Tensor) -> str:
-    flat = tensor.detach().cpu().contiguous().flatten()
-    return hashlib.sha256(flat.view(torch.uint8).numpy().data).hexdigest()
-
-
-def fingerprint_tokenizer(tokenizer: PreTrainedTokenizerBase) -> str:
-    """SHA-256 over vocabulary, merges and added tokens, in hex."""
-    backend: Any = getattr(tokenizer, "backend_tokenizer", None)
-    if backend is not None:
-        state = json.loads(backend.to_str())
-        state.pop("padding", None)  # set by the last call, not part of how text becomes tokens
-        state.pop("truncation", None)
-    else:
-        state = {"vocabulary": tokenizer.get_vocab(), "added": sorted(map(str, tokenizer.added_tokens_encoder.items()))}
-    text = json.dumps(state, sort_keys=True)
-    return hashlib.sha256(f"{type(tokenizer).__name__}\n{text}".encode()).hexdigest()

@@ -15,7 +15,8 @@ from torch import Tensor
 from kvpacket_rag.assemble import Context, ContextPool
 from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.rope import RotaryPlan, TensorGroup, realign
-from kvpacket_rag.runner import ModelRunner, Snapshot
+from kvpacket_rag.runner import ModelRunner
+from kvpacket_rag.snapshot import Snapshot
 
 _TOLERANCES = {torch.float64: 1e-4, torch.float32: 1e-3}  # relative error of a row; half precision: 8e-2
 _LOGITS_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-4}  # half precision: 0.25, as experts may flip
@@ -201,9 +202,9 @@ def takes_embeddings(runner: ModelRunner, ids: Tensor) -> bool:
     embeddings = runner.model.get_input_embeddings()(ids)
     soft = (embeddings + embeddings.flip(1)) / 2
     positions = _count(ids, 0)
-    expected, _ = runner.forward(ids, positions, last_only=False)
+    expected, _ = runner.forward(ids, positions, wanted="all")
     try:
-        found, _ = runner.forward(torch.cat([embeddings, soft]), positions.repeat(2, 1), last_only=False)
+        found, _ = runner.forward(torch.cat([embeddings, soft]), positions.repeat(2, 1), wanted="all")
     except Exception:  # an architecture that needs the ids themselves
         return False
     return row_error(rows(found[:1]), rows(expected)) < tolerance(runner)

@@ -18,7 +18,8 @@ from kvpacket_rag import laws
 from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.laws import row_error, rows, snapshot, tolerance
 from kvpacket_rag.rope import Layout, RotaryPlan, Rotation, TensorGroup, realign
-from kvpacket_rag.runner import ModelRunner, Snapshot
+from kvpacket_rag.runner import ModelRunner
+from kvpacket_rag.snapshot import Snapshot
 
 _LENGTH = 37  # tokens; no model has a tensor of this size by accident
 _OFFSETS = (1, 11, 500)

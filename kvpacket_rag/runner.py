@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -19,11 +19,11 @@ from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLay
 
 from kvpacket_rag.assemble import Context
 from kvpacket_rag.errors import UnsupportedModelError
+from kvpacket_rag.snapshot import Snapshot, tensors_of
 
 Mask = Tensor | dict[str, Tensor] | None
 
 _KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
-_BOOKKEEPING = ("_sliding_window_tensor", "cumulative_length")
 
 
 @dataclass(slots=True)
@@ -83,21 +83,6 @@ class _OffsetLayer(DynamicIndexedLayer):
         return query_length, self._first
 
 
-@dataclass(frozen=True, slots=True)
-class Snapshot:
-    """What a model cached for one input.
-
-    Attributes:
-        tensors: (layer, attribute) to tensor, (batch, heads, tokens, width) or (batch, tokens, width).
-        states: names of cached tensors that have no token axis.
-        layers: the cache layers themselves.
-    """
-
-    tensors: dict[tuple[int, str], Tensor]
-    states: list[str]
-    layers: list[Any]
-
-
 class ModelRunner:
     """One model, called by one thread at a time.
 
@@ -132,7 +117,7 @@ class ModelRunner:
         positions: Tensor | None = None,
         cache: Any = None,
         mask: Mask = None,
-        last_only: bool = True,
+        wanted: Tensor | Literal["last", "all"] = "last",
         keep: bool = True,
     ) -> tuple[Tensor, Any]:
         """One call of the model.
@@ -142,22 +127,27 @@ class ModelRunner:
             positions: (batch, tokens), or None for the model's own count.
             cache: a transformers cache, or None to have the model build one.
             mask: 2D, additive 4D, or one 4D a layer type.
-            last_only: compute the logits of the last token only.
+            wanted: the tokens whose logits are computed, (n,) places that hold for every row of the batch.
             keep: have keys and values cached.
 
         Returns:
-            Logits (batch, tokens or 1, vocabulary) and the cache.
+            Logits (batch, wanted tokens, vocabulary) and the cache.
         """
         arguments: dict[str, Any] = {"use_cache": keep, self._cache_name: cache, "attention_mask": mask}
         arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if positions is not None and self._takes_positions:
             arguments["position_ids"] = positions
-        if last_only and self._takes_logits_to_keep:
+        if self._takes_logits_to_keep and not isinstance(wanted, str):
+            arguments["logits_to_keep"] = wanted
+        elif self._takes_logits_to_keep and wanted == "last":
             arguments["logits_to_keep"] = 1
         with self.lock:
             output = self.model(**arguments)
+        logits = output.logits
+        if not isinstance(wanted, str) and not self._takes_logits_to_keep:
+            logits = logits[:, wanted]
         found = getattr(output, "cache", None)
-        return output.logits, found if found is not None else getattr(output, "past_key_values", None)
+        return logits, found if found is not None else getattr(output, "past_key_values", None)
 
     def snapshot(self, inputs: Tensor, first_position: int = 0, move_slots: bool = False) -> Snapshot:
         """Run ``inputs`` from ``first_position`` with the model's own cache, and look into it.
@@ -180,14 +170,14 @@ class ModelRunner:
         tensors: dict[tuple[int, str], Tensor] = {}
         states: list[str] = []
         for number, layer in enumerate(layers):
-            for name, tensor in _tensors_of(vars(layer)):
+            for name, tensor in tensors_of(vars(layer)):
                 token_axis = tensor.dim() - 2
                 if tensor.is_floating_point() and token_axis > 0 and tensor.shape[token_axis] == length:
                     tensors[number, name] = tensor
                 elif tensor.numel():
                     states.append(name)
         outside = {key: value for key, value in vars(cache).items() if key != "layers"}
-        states += [name for name, tensor in _tensors_of(outside) if tensor.numel() > 1]
+        states += [name for name, tensor in tensors_of(outside) if tensor.numel() > 1]
         return Snapshot(tensors, states, list(layers))
 
     def learn_layers(self, snapshot: Snapshot) -> None:
@@ -244,10 +234,19 @@ class ModelRunner:
     def masks(self, slots: Tensor, visible: int) -> Mask:
         """Additive masks for tokens at ``slots`` that see every earlier slot, within the layer's window."""
         distance = slots[:, None] - torch.arange(visible, device=slots.device)[None, :]
+        return self.additive(distance >= 0, distance)
+
+    def additive(self, allowed: Tensor, distance: Tensor) -> Mask:
+        """Additive masks of what is allowed and lies within the layer's window.
+
+        Args:
+            allowed: (queries, keys), True where a query may look.
+            distance: (queries, keys), how far back a key lies.
+        """
         found: dict[str, Tensor] = {}
         for kind, window in self._windows.items():
-            seen = (distance >= 0) if window is None else (distance >= 0) & (distance < window)
-            blank = torch.zeros(seen.shape, dtype=self.dtype, device=slots.device)
+            seen = allowed if window is None else allowed & (distance < window)
+            blank = torch.zeros(seen.shape, dtype=self.dtype, device=seen.device)
             found[kind] = blank.masked_fill_(~seen, torch.finfo(self.dtype).min)[None, None]
         return found.get("", found)
 
@@ -260,7 +259,15 @@ class BoundContext:
     cache: Any
     cursor: _Cursor
 
-    def run(self, inputs: Tensor, slots: slice | Tensor, positions: Tensor, visible: int, mask: Mask = None) -> Tensor:
+    def run(
+        self,
+        inputs: Tensor,
+        slots: slice | Tensor,
+        positions: Tensor,
+        visible: int,
+        mask: Mask = None,
+        wanted: Tensor | Literal["last", "all"] = "last",
+    ) -> Tensor:
         """Forward ``inputs`` into ``slots``; they see the first ``visible`` slots as the mask allows.
 
         Args:
@@ -269,23 +276,13 @@ class BoundContext:
             positions: (batch, tokens).
             visible: slots shown to the model, the new ones included.
             mask: None for plain causal order.
+            wanted: see :meth:`ModelRunner.forward`.
 
         Returns:
-            (batch, vocabulary): logits of the last token.
+            (batch, vocabulary): logits of the last token; (batch, wanted tokens, vocabulary) if others are wanted.
         """
         with self.runner.lock:
             self.cursor.write, self.cursor.visible = slots, visible
             self.cursor.first = visible - inputs.shape[1]
-            logits, _ = self.runner.forward(inputs, positions, self.cache, mask)
-        return logits[:, -1]
-
-
-def _tensors_of(attributes: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Tensor]]:
-    """Every tensor among ``attributes``, nested containers included, with its dotted name."""
-    for name, value in attributes.items():
-        if isinstance(value, Tensor) and name not in _BOOKKEEPING and value.dim():
-            yield prefix + name, value
-        elif isinstance(value, dict):
-            yield from _tensors_of({str(k): v for k, v in value.items()}, f"{prefix}{name}.")
-        elif isinstance(value, list | tuple):
-            yield from _tensors_of({str(k): v for k, v in enumerate(value)}, f"{prefix}{name}.")
+            logits, _ = self.runner.forward(inputs, positions, self.cache, mask, wanted)
+        return logits[:, -1] if isinstance(wanted, str) and wanted == "last" else logits

@@ -11,9 +11,10 @@ from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.assemble import Context
-from kvpacket_rag.backbone import Backbone, fingerprint_tokenizer, fingerprint_weights
+from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import PacketError, PacketMismatchError
+from kvpacket_rag.fingerprint import fingerprint_tokenizer, fingerprint_weights
 from kvpacket_rag.packet import Packet
 
 TEXTS = ["The door sensor of room nine", "was silent for ninety seconds.", "Refunds are paid in nine days."]
@@ -44,7 +45,8 @@ def training_forward(backbone: Backbone, adapter: Adapter, row: list[tuple[str, 
     is_text = torch.cat([torch.full((len(p),), kind == "text") for p, (kind, _) in zip(parts, row, strict=True)])
     order = torch.arange(len(block))
     mask = (order[:, None] >= order[None, :]) & ((block[:, None] == block[None, :]) | is_text[:, None])
-    return backbone.logits(torch.cat(parts)[None], mask, order)[0, -1]
+    with backbone.reading(torch.cat(parts)[None], mask, order) as logits:
+        return logits[0, -1]
 
 
 def test_one_bare_packet_and_a_question_are_plain_prefill(backbone: Backbone):
@@ -79,7 +81,8 @@ def test_a_sink_is_seen_by_its_chunk_and_by_nothing_else(backbone: Backbone, ada
     order = torch.arange(sum(map(len, parts)))
     mask = order[:, None] >= order[None, :]
     mask[-len(question) :, :2] = False
-    expected = backbone.logits(torch.cat(parts)[None], mask, order)[0, -1].detach()
+    with backbone.reading(torch.cat(parts)[None], mask, order) as logits:
+        expected = logits[0, -1].detach()
     torch.testing.assert_close(served[0], expected, atol=5e-5, rtol=1e-4)  # float32
     assert encoder.signature != PacketEncoder(backbone, used).signature
 
