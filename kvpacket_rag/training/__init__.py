@@ -1,0 +1,1 @@
+"""Trains the universal mixed-domain adapter of a model by self-distillation."""

@@ -1,0 +1,108 @@
+"""The state of a training run on disk, so that a killed one goes on as if nothing had happened."""
+
+from __future__ import annotations
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save
+from torch import Tensor
+
+from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.errors import TrainingError
+
+_FORMAT = "kvpacket-training-1"
+
+
+@dataclass(slots=True)
+class Progress:
+    """How far a run has come.
+
+    Attributes:
+        step: steps done.
+        best: lowest validation KL so far.
+        best_step: when it was measured.
+        stale: validations since then.
+        figures: of the best validation, by name.
+    """
+
+    step: int = 0
+    best: float = float("inf")
+    best_step: int = 0
+    stale: int = 0
+    figures: dict[str, float] = field(default_factory=dict)
+
+
+def save_state(path: Path, recipe: str, progress: Progress, adapter: Adapter, optimiser: torch.optim.Optimizer) -> None:
+    """Write adapter, optimiser and progress as one safetensors file, complete or not at all.
+
+    Args:
+        path: of the file.
+        recipe: what the run is made of; a run with another one is not continued.
+        progress: see :class:`Progress`.
+        adapter: in training.
+        optimiser: of it.
+    """
+    tensors = {f"adapter.{name}": p.detach().cpu().contiguous() for name, p in adapter.named_parameters()}
+    for name, parameter in adapter.named_parameters():
+        for key, value in optimiser.state.get(parameter, {}).items():
+            tensors[f"optimiser.{name}.{key}"] = value.detach().cpu().contiguous()
+    numbers = {name: getattr(progress, name) for name in Progress.__slots__}
+    content = save(tensors, {"format": _FORMAT, "recipe": recipe, "progress": json.dumps(numbers)})
+    half = path.with_name(f"{path.name}.{os.getpid()}")
+    try:
+        with half.open("wb") as file:
+            file.write(content)
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+    except OSError as error:
+        half.unlink(missing_ok=True)
+        raise TrainingError(
+            f"cannot write the state of the training to {path}: {error}; "
+            "make room and start again, it goes on from the last state written"
+        ) from error
+
+
+def load_state(path: Path, recipe: str, adapter: Adapter, optimiser: torch.optim.Optimizer) -> Progress | None:
+    """Bring adapter and optimiser to a saved state; None if there is none.
+
+    Raises:
+        TrainingError: the file is damaged, or belongs to a run with another recipe, model or data.
+    """
+    if not path.exists():
+        return None
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            about = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            progress = Progress(**json.loads(about["progress"]))
+    except (OSError, SafetensorError, KeyError, ValueError, TypeError) as error:
+        raise TrainingError(f"{path} is no state of a training run ({error}); remove it to start anew") from error
+    if about.get("format") != _FORMAT or about.get("recipe") != recipe:
+        raise TrainingError(
+            f"{path} belongs to another run: {_difference(about.get('recipe', ''), recipe)}; "
+            "go on with the old settings, or choose another folder"
+        )
+    for name, parameter in adapter.named_parameters():
+        parameter.data.copy_(tensors[f"adapter.{name}"])
+        optimiser.state[parameter] = _moments(tensors, f"optimiser.{name}.", parameter)
+    return progress
+
+
+def _moments(tensors: dict[str, Tensor], prefix: str, parameter: Tensor) -> dict[str, Tensor]:
+    found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
+    return {key: value if key == "step" else value.to(parameter) for key, value in found.items()}
+
+
+def _difference(before: str, now: str) -> str:
+    try:
+        old, new = json.loads(before), json.loads(now)
+    except ValueError:
+        return "its settings cannot be read"
+    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
+    return "; ".join(f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names)

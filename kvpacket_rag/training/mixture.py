@@ -1,0 +1,141 @@
+"""Rows drawn from several domains: the data of the *universal* adapter.
+
+What users will send is not known, so all that may vary does: the number, length and order of chunks, the
+place of the one that holds the answer, the prompt around them, titles inside, between or left out.
+Every row follows from a seed and its number alone.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+
+from kvpacket_rag.datasets.sample import QASample, SourceText
+from kvpacket_rag.datasets.select import cut_documents, select_documents
+from kvpacket_rag.datasets.templates import QUESTIONS, STYLES
+from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.errors import TrainingError
+from kvpacket_rag.training.row import Row, make_row
+
+
+@dataclass(frozen=True, slots=True)
+class Domain:
+    """One kind of data in a mixture.
+
+    Attributes:
+        name: for figures apart.
+        samples: to draw from.
+        weight: of the domain, relative to the others.
+    """
+
+    name: str
+    samples: Sequence[QASample]
+    weight: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """How large rows are.
+
+    Attributes:
+        max_chunks: the most chunks, unless more hold the answer.
+        min_chunk_tokens: lowest token budget of a chunk.
+        max_chunk_tokens: highest; each row draws its own.
+        context_tokens: chunks that would take more together are made shorter, then fewer.
+        questions: put to each row: the sample's own, and others about its documents.
+    """
+
+    max_chunks: int = 10
+    min_chunk_tokens: int = 40
+    max_chunk_tokens: int = 160
+    context_tokens: int = 560
+    questions: int = 3
+
+
+class Mixture:
+    """Endless rows by number.
+
+    Args:
+        encoder: knows the tokenizer.
+        domains: at least one, each with samples.
+        shape: of the rows.
+        seed: of all draws.
+        pool: number of different rows; they come again in the same order, so that the teacher's answers are reused.
+    """
+
+    def __init__(
+        self,
+        encoder: PacketEncoder,
+        domains: Sequence[Domain],
+        shape: Shape | None = None,
+        seed: int = 0,
+        pool: int = 0,
+    ) -> None:
+        empty = [domain.name for domain in domains if not domain.samples or domain.weight <= 0]
+        if empty or not domains:
+            raise TrainingError(
+                f"nothing to draw from: {', '.join(empty) or 'no domains'}; give samples and a weight above 0"
+            )
+        self._encoder, self._domains = encoder, list(domains)
+        self._shape, self._seed, self._pool = shape or Shape(), seed, pool
+
+    def describe(self) -> str:
+        """What the rows are made of, as JSON."""
+        domains = {d.name: {"samples": len(d.samples), "weight": d.weight} for d in self._domains}
+        return json.dumps({"domains": domains, "shape": asdict(self._shape), "seed": self._seed, "pool": self._pool})
+
+    def row(self, number: int) -> Row:
+        """The row of that number."""
+        if self._pool:
+            number %= self._pool
+        rng = random.Random(f"{self._seed}/{number}")
+        (domain,) = rng.choices(self._domains, [d.weight for d in self._domains])
+        sample = rng.choice(domain.samples)
+        documents, texts = self._chunks(sample, rng)
+        style = rng.choice(STYLES)
+        titles = [document.title for document in documents]
+        if any(titles) and rng.random() < 0.5:  # a title is part of the chunk, as most splitters leave it
+            texts = [f"{title}\n{text}" if title else text for title, text in zip(titles, texts, strict=True)]
+            titles = []
+        questions = self._questions(sample, documents, rng)
+        chats = [style.messages(texts, question, titles) for question in questions]
+        return make_row(self._encoder, chats, texts, domain.name)
+
+    def _chunks(self, sample: QASample, rng: random.Random) -> tuple[list[SourceText], list[str]]:
+        shape = self._shape
+        documents = select_documents(sample, rng, rng.randint(1, shape.max_chunks))
+        budget = rng.randint(shape.min_chunk_tokens, shape.max_chunk_tokens)
+        budget = max(shape.min_chunk_tokens, min(budget, shape.context_tokens // len(documents)))
+        while len(documents) > 1 and budget * len(documents) > shape.context_tokens:
+            spare = [d for d in documents if not d.is_supporting] or documents
+            documents.remove(rng.choice(spare))
+        return documents, cut_documents(documents, sample.answers, self._encoder.backbone.token_ids, budget)
+
+    def _questions(self, sample: QASample, documents: Sequence[SourceText], rng: random.Random) -> list[str]:
+        """The sample's question, and others whose answers only the teacher knows."""
+        titled = [document.title for document in documents if document.title] or ["the subject of the text"]
+        more = rng.sample(QUESTIONS, min(len(QUESTIONS), self._shape.questions - 1))
+        return [sample.question, *(question.format(title=rng.choice(titled)) for question in more)]
+
+
+def hold_out(data: Sequence[tuple[Sequence[QASample], float]], share: float = 0.1) -> tuple[list[Domain], list[Domain]]:
+    """Domains to train on and domains to validate on, of the same weights and without a common sample.
+
+    Args:
+        data: samples, in random order, and weight of each domain.
+        share: of the samples that is held out, at least one.
+
+    Raises:
+        TrainingError: a domain has fewer than two samples.
+    """
+    train, held_out = [], []
+    for samples, weight in data:
+        count = max(1, round(share * len(samples)))
+        if len(samples) <= count:
+            raise TrainingError(f"a data set has {len(samples)} samples; training and validation need two at least")
+        name = samples[0].domain
+        held_out.append(Domain(name, samples[:count], weight))
+        train.append(Domain(name, samples[count:], weight))
+    return train, held_out

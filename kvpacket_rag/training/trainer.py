@@ -1,0 +1,260 @@
+"""The training loop: self-distillation, the model frozen (Chen et al., arXiv 2604.13226, section 3.2)."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.attach import checkpointed
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.errors import TrainingError
+from kvpacket_rag.training.checkpoint import Progress, load_state, save_state
+from kvpacket_rag.training.hidden import captured, middle_layer
+from kvpacket_rag.training.objective import Targets, hidden_error, join, kl_per_token, loss_per_token
+from kvpacket_rag.training.recipe import Recipe
+from kvpacket_rag.training.row import Row
+from kvpacket_rag.training.student import student_logits
+from kvpacket_rag.training.teacher import Teacher
+from kvpacket_rag.training.workers import Workers
+
+_SAVE_SECONDS = 120.0
+_BETAS = (0.9, 0.99)  # runs are short, and the usual 0.999 would remember their first steps throughout
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a step or a validation found.
+
+    Attributes:
+        step: steps done.
+        loss: of the last step, per answer token.
+        validation: KL in nats a token on the held-out rows, overall ("all") and by domain; empty between validations.
+        seconds_left: until the last step, at the pace so far.
+    """
+
+    step: int
+    loss: float
+    validation: dict[str, float]
+    seconds_left: float
+
+
+class Trainer:
+    """Trains one adapter in one folder, and goes on where it was stopped.
+
+    Args:
+        backbone: the frozen model, the one that will serve.
+        rows: number to row; the same number gives the same row every time.
+        validation: held-out rows.
+        recipe: what to do.
+        folder: of state, log and best adapter.
+        data: describes the rows, for the adapter's metadata and so that no run goes on with others.
+        teacher: answers the rows.
+
+    Raises:
+        TrainingError: the folder holds another run, or there is nothing to validate on.
+    """
+
+    def __init__(
+        self,
+        backbone: Backbone,
+        rows: Callable[[int], Row],
+        validation: Sequence[Row],
+        recipe: Recipe,
+        folder: Path,
+        data: str,
+        teacher: Teacher | None = None,
+    ) -> None:
+        if not validation:
+            raise TrainingError("there are no rows to validate on; hold out at least one")
+        self.backbone, self.recipe, self.folder = backbone, recipe, folder
+        self._rows, self._validation, self._data = rows, validation, data
+        self._workers = Workers()
+        self._teacher = teacher or default_teacher(backbone, recipe, folder / "teacher")
+        folder.mkdir(parents=True, exist_ok=True)
+        self.adapter = recipe.build(backbone)
+        groups = recipe.parameter_groups(self.adapter, backbone)
+        self._optimiser = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, weight_decay=0.0)
+        self._identity = json.dumps(
+            recipe.to_dict() | {"data": data, "weights": backbone.weights_fingerprint, "dtype": str(backbone.dtype)}
+        )
+        saved = load_state(folder / "state.safetensors", self._identity, self.adapter, self._optimiser)
+        self.progress = saved or Progress()
+        self._saved_at = time.monotonic()
+
+    @property
+    def best_path(self) -> Path:
+        """The adapter with the lowest validation KL so far."""
+        return self.folder / "adapter.safetensors"
+
+    def plain(self) -> dict[str, float]:
+        """KL of plain concatenation on the held-out rows: what training has to bring down."""
+        return validate(self.backbone, Adapter.empty(self.backbone.hidden_size), self._validation, self._teacher)
+
+    def run(self) -> Iterator[Report]:
+        """Train to the last step, or until validation stops improving; a report after every step.
+
+        Raises:
+            TrainingError: the loss is not a number any more; the last good state is kept.
+        """
+        started, first = time.monotonic(), self.progress.step
+        if not first:
+            report = Report(0, math.nan, self._validate(), math.nan)
+            self._log(report)
+            yield report
+        try:
+            while self.progress.step < self.recipe.steps and self.progress.stale < self.recipe.patience:
+                loss = self._step()
+                self.progress.step += 1
+                done = self.progress.step
+                validation = {}
+                if done % self.recipe.validate_every == 0 or done == self.recipe.steps:
+                    validation = self._validate()
+                pace = (time.monotonic() - started) / (done - first)
+                report = Report(done, loss, validation, pace * (self.recipe.steps - done))
+                self._log(report)
+                if validation or time.monotonic() - self._saved_at > _SAVE_SECONDS:
+                    self._save()
+                yield report
+        finally:
+            self._save()
+
+    def _step(self) -> float:
+        recipe, step = self.recipe, self.progress.step
+        first = step * recipe.batch_rows
+        batch = [self._rows(number) for number in self._workers.mine(range(first, first + recipe.batch_rows))]
+        targets = [self._teacher.answer(row) for row in batch]
+        device = self.backbone.device
+        count = self._workers.sum(torch.tensor(float(sum(len(t.answer) for ts in targets for t in ts)), device=device))
+        self._optimiser.zero_grad()
+        total = torch.zeros((), device=device)
+        for rows, wanted in _packed(batch, targets, recipe.forward_tokens):
+            total += self._backward(rows, wanted, count)
+        loss_value = float(self._workers.sum(total))
+        if not math.isfinite(loss_value):
+            self._stop_on_nan(step, batch)
+        self._update(step)
+        return loss_value
+
+    def _backward(self, rows: Sequence[Row], targets: Sequence[Sequence[Targets]], count: Tensor) -> Tensor:
+        """Add the gradients of some rows; gives their share of the loss."""
+        recipe, model = self.recipe, self.backbone.model
+        answers = [[target.answer.tolist() for target in row] for row in targets]
+        wanted = join([target for row in targets for target in row], self.backbone.device)
+        with ExitStack() as stack:
+            seen = stack.enter_context(captured(model, middle_layer(model))) if recipe.hidden_weight else []
+            if recipe.checkpointing:
+                stack.enter_context(checkpointed(model))
+            logits, places = stack.enter_context(student_logits(self.backbone, self.adapter, rows, answers))
+            loss = loss_per_token(logits, wanted, recipe.objective, recipe.ce_weight)
+            if seen:
+                loss = loss + recipe.hidden_weight * hidden_error(seen[0][0, places], wanted)
+            total = loss.sum() / count
+            total.backward()
+        return total.detach()
+
+    def _update(self, step: int) -> None:
+        for group in self._optimiser.param_groups:
+            group["lr"] = group["full_lr"] * self.recipe.rate(step)
+            for parameter in group["params"]:
+                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+                parameter.grad = self._workers.sum(gradient)
+            torch.nn.utils.clip_grad_norm_(group["params"], self.recipe.clip)
+        self._optimiser.step()
+
+    def _stop_on_nan(self, step: int, batch: Sequence[Row]) -> None:
+        domains = ", ".join(sorted({row.domain for row in batch}))
+        raise TrainingError(
+            f"the loss is not a number in step {step + 1} (data: {domains}); the state before that step is kept in "
+            f"{self.folder}; lower lr, or train in float32"
+        )
+
+    @torch.no_grad()
+    def _validate(self) -> dict[str, float]:
+        found = validate(self.backbone, self.adapter, self._validation, self._teacher)
+        progress = self.progress
+        progress.stale += 1
+        if found["all"] < progress.best:
+            progress.best, progress.best_step, progress.stale = found["all"], progress.step, 0
+            progress.figures = found
+            if not self._workers.number:
+                self._save_best()
+        return found
+
+    def _save_best(self) -> None:
+        backbone, progress = self.backbone, self.progress
+        about = {
+            "model": backbone.name,
+            "weights": backbone.values_fingerprint,
+            "tokenizer": backbone.tokenizer_fingerprint,
+            "architecture": backbone.architecture,
+            "recipe": json.dumps(self.recipe.to_dict()),
+            "data": self._data,
+            "step": str(progress.step),
+            "validation_kl": json.dumps(progress.figures),
+        } | self.adapter.metadata
+        parts = Adapter(
+            self.adapter.header, self.adapter.trailer, about, deep=self.adapter.deep, low_rank=self.adapter.low_rank
+        )
+        half = self.best_path.with_suffix(".half")
+        parts.save(half)
+        half.replace(self.best_path)
+
+    def _save(self) -> None:
+        if not self._workers.number:
+            save_state(self.folder / "state.safetensors", self._identity, self.progress, self.adapter, self._optimiser)
+        self._saved_at = time.monotonic()
+
+    def _log(self, report: Report) -> None:
+        if self._workers.number:
+            return
+        line: dict[str, Any] = {"step": report.step, "loss": report.loss if report.step else None, "time": time.time()}
+        if report.validation:
+            line |= {"validation_kl": report.validation["all"], "domains": report.validation}
+        with (self.folder / "log.jsonl").open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+
+def default_teacher(backbone: Backbone, recipe: Recipe, folder: Path | None) -> Teacher:
+    """A teacher that keeps what the recipe needs."""
+    return Teacher(backbone, folder, hidden_layer=middle_layer(backbone.model) if recipe.hidden_weight else None)
+
+
+@torch.no_grad()
+def validate(backbone: Backbone, adapter: Adapter, rows: Sequence[Row], teacher: Teacher) -> dict[str, float]:
+    """KL(teacher ‖ packets) in nats per answer token, over all rows ("all") and by domain."""
+    sums: dict[str, float] = defaultdict(float)
+    counts: dict[str, int] = defaultdict(int)
+    for row in rows:
+        targets = teacher.answer(row)
+        answers = [target.answer.tolist() for target in targets]
+        with student_logits(backbone, adapter, [row], [answers]) as (logits, _):
+            divergence = kl_per_token(logits, join(targets, backbone.device))
+        for name in ("all", row.domain):
+            sums[name] += float(divergence.sum())
+            counts[name] += len(divergence)
+    return {name: sums[name] / counts[name] for name in sums}
+
+
+def _packed(
+    rows: Sequence[Row], targets: Sequence[list[Targets]], budget: int
+) -> Iterator[tuple[list[Row], list[list[Targets]]]]:
+    """Rows and their targets in groups of at most ``budget`` tokens; a longer row stands alone."""
+    group: list[tuple[Row, list[Targets]]] = []
+    for row, target in zip(rows, targets, strict=True):
+        if group and sum(r.num_tokens for r, _ in group) + row.num_tokens > budget:
+            yield [r for r, _ in group], [t for _, t in group]
+            group = []
+        group.append((row, target))
+    if group:
+        yield [r for r, _ in group], [t for _, t in group]

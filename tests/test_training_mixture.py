@@ -1,0 +1,99 @@
+"""Rows drawn from domains."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from conftest import CHUNKS
+
+from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.datasets.sample import QASample, SourceText
+from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.errors import PromptError, TrainingError
+from kvpacket_rag.training.mixture import Domain, Mixture, Shape, hold_out
+from kvpacket_rag.training.row import make_row
+
+
+def _samples(domain: str, count: int = 6, documents: int = 12) -> list[QASample]:
+    def text(number: int) -> str:
+        return f"Note {domain} {number}. {CHUNKS[number % 4]} {CHUNKS[(number + 1) % 4]}"
+
+    texts = [SourceText(f"Title {n}", text(n), n == 0) for n in range(documents)]
+    return [QASample(f"{domain}-{n}", f"Question {n}?", ("Ada Marlow",), tuple(texts), domain) for n in range(count)]
+
+
+@pytest.fixture
+def encoder(backbone: Backbone) -> PacketEncoder:
+    return PacketEncoder(backbone, Adapter.empty(backbone.hidden_size))
+
+
+def _mixture(encoder: PacketEncoder, seed: int = 0, pool: int = 0, **shape: int) -> Mixture:
+    domains = [Domain("a", _samples("a"), 3.0), Domain("b", _samples("b"), 1.0)]
+    return Mixture(encoder, domains, Shape(**shape), seed, pool)
+
+
+def test_a_number_gives_the_same_row_every_time(encoder: PacketEncoder) -> None:
+    first, second = _mixture(encoder), _mixture(encoder)
+    assert [first.row(n) for n in (5, 0)] == [second.row(n) for n in (5, 0)]
+    assert first.row(1) != first.row(2) and first.row(1) != _mixture(encoder, seed=1).row(1)
+
+
+def test_a_pool_repeats_its_rows(encoder: PacketEncoder) -> None:
+    mixture = _mixture(encoder, pool=3)
+    assert mixture.row(4) == mixture.row(1)
+
+
+def test_domains_come_by_weight(encoder: PacketEncoder) -> None:
+    found = Counter(_mixture(encoder, max_chunks=2).row(number).domain for number in range(120))
+    assert 0.6 < found["a"] / 120 < 0.9
+
+
+def test_chunks_keep_to_their_budgets(encoder: PacketEncoder) -> None:
+    mixture = _mixture(encoder, min_chunk_tokens=20, max_chunk_tokens=40, context_tokens=150)
+    for number in range(30):
+        sizes = [part.num_tokens for part in mixture.row(number).context if part.packet_id]
+        assert sizes and sum(sizes) <= 150 + 20 * len(sizes)  # a title inside a chunk comes on top
+
+
+def test_number_and_place_of_chunks_and_prompts_vary(encoder: PacketEncoder) -> None:
+    rows = [_mixture(encoder, context_tokens=4000).row(number) for number in range(40)]
+    counts = {sum(1 for part in row.context if part.packet_id) for row in rows}
+    places = {next(n for n, p in enumerate(p for p in row.context if p.packet_id) if "Note" in p.text) for row in rows}
+    assert len(counts) > 4 and places and len({row.context[0].text for row in rows}) > 4
+
+
+def test_the_first_question_is_the_samples_own(encoder: PacketEncoder) -> None:
+    row = _mixture(encoder, questions=3).row(0)
+    assert len(row.suffixes) == 3
+    assert "Question" in encoder.backbone.decode(list(row.suffixes[0]))
+
+
+def test_the_mixture_describes_itself(encoder: PacketEncoder) -> None:
+    about = json.loads(_mixture(encoder, pool=9).describe())
+    assert about["domains"]["a"] == {"samples": 6, "weight": 3.0} and about["pool"] == 9
+
+
+def test_held_out_samples_are_not_trained_on() -> None:
+    train, held_out = hold_out([(_samples("a", 20), 1.0)])
+    assert len(held_out[0].samples) == 2 and len(train[0].samples) == 18
+    assert not {s.sample_id for s in train[0].samples} & {s.sample_id for s in held_out[0].samples}
+
+
+def test_too_little_data_is_an_error(encoder: PacketEncoder) -> None:
+    with pytest.raises(TrainingError, match="two at least"):
+        hold_out([(_samples("a", 1), 1.0)])
+    with pytest.raises(TrainingError, match="nothing to draw from: a"):
+        Mixture(encoder, [Domain("a", [])])
+
+
+def test_questions_before_the_chunks_are_refused(encoder: PacketEncoder) -> None:
+    from kvpacket_rag.chat import Message
+
+    chats = [[Message("user", f"{question} {CHUNKS[0]} Answer.")] for question in ("Who?", "When?")]
+    with pytest.raises(PromptError, match="expected the questions to come last"):
+        make_row(encoder, chats, CHUNKS[:1])
+    with pytest.raises(PromptError, match="holds no chunk"):
+        make_row(encoder, [[Message("user", "Who?")]], CHUNKS[:1])
