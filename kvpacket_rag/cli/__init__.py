@@ -10,7 +10,8 @@ import traceback
 from collections.abc import Sequence
 
 import kvpacket_rag
-from kvpacket_rag.cli import ask, delete, demo, import_adapter, ingest, inspect
+from kvpacket_rag.cli import ask, delete, demo, import_adapter, ingest, inspect, train, verify
+from kvpacket_rag.cli import eval as evaluate
 from kvpacket_rag.errors import KVPacketError
 
 _COMMANDS = {
@@ -18,8 +19,11 @@ _COMMANDS = {
     "ingest": ingest,
     "ask": ask,
     "delete": delete,
+    "train": train,
+    "verify": verify,
     "inspect": inspect,
     "import-adapter": import_adapter,
+    "eval": evaluate,
 }
 _INTERRUPTED = 130  # what shells report of a program ended by Ctrl-C
 _CLOSED_PIPE = 141  # and of one whose reader went away

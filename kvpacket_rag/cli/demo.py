@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> None:
     """Build, ask, measure."""
     folder = args.index or _default_folder()
+    args.adapter = args.adapter or "auto"
     with Bar() as bar, open_index(args, folder, bar, reencode=True) as rag:
         foreign = [name for name in rag.index.documents() if not name.startswith(_PREFIX)]
         if foreign:

@@ -85,7 +85,7 @@ def _file(path: Path) -> dict[str, Any]:
         ) from error
     if {"packet_id", "signature"} <= about.keys():
         return _packet(path, about, shapes)
-    if {"header", "trailer"} == shapes.keys():
+    if {"header", "trailer"} <= shapes.keys():
         return _adapter(path)
     raise StoreError(f"{path} holds neither a packet nor an adapter; 'kvpacket ingest' makes packets")
 
@@ -121,11 +121,19 @@ def _adapter(path: Path) -> dict[str, Any]:
         "kind": "adapter",
         "header_tokens": adapter.header.shape[0],
         "trailer_tokens": adapter.trailer.shape[0],
+        "tokens_added_to_a_packet": adapter.stored_tokens,
+        "deep_vectors": "none" if adapter.deep is None else list(adapter.deep.shape),
+        "low_rank_updates": len(adapter.low_rank.names) if adapter.low_rank else 0,
         "hidden_size": adapter.hidden_size,
         "digest": adapter.digest,
         "bytes": path.stat().st_size,
-        "about": adapter.metadata,
+        "about": {name: _parsed(text) for name, text in adapter.metadata.items()},
     }
+
+
+def _parsed(text: str) -> Any:
+    """Recipe, data and figures are JSON within the metadata; the rest is text."""
+    return json.loads(text) if text.startswith("{") else text
 
 
 def _shown(name: str, value: Any) -> str:
@@ -134,6 +142,8 @@ def _shown(name: str, value: Any) -> str:
         return size(value)
     if isinstance(value, list):
         return "\n".join(_shown("", entry) for entry in value) or "none"
+    if isinstance(value, Mapping) and name == "about":
+        return "\n".join(f"{key}: {_shown('', part)}" for key, part in value.items()) or "nothing"
     if isinstance(value, Mapping):
         return "; ".join(f"{key} {_brief(part)}" for key, part in value.items()) or "none"
     if isinstance(value, bool):
@@ -143,5 +153,5 @@ def _shown(name: str, value: Any) -> str:
 
 def _brief(value: Any) -> str:
     """Digests by their first twelve characters."""
-    text = str(value)
+    text = f"{value:.4f}" if isinstance(value, float) else str(value)
     return f"{text[:12]}…" if len(text) == 64 else text

@@ -33,7 +33,10 @@ def add_engine(parser: argparse._ActionsContainer) -> None:
     """Model, adapter, device and dtype."""
     parser.add_argument("--model", metavar="NAME", help="short name, folder or hub name (default: that of the index)")
     parser.add_argument(
-        "--adapter", metavar="FILE", help="trained soft tokens, or 'none' (default: those of the index)"
+        "--adapter",
+        metavar="FILE",
+        help="a trained adapter, 'auto' for the one that ships for the model, or 'none' (default: that of the index, "
+        "'auto' for a new one)",
     )
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or mps (default: the best there is)")
     parser.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16 (default: that of the index)")

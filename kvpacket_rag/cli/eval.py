@@ -1,0 +1,290 @@
+"""``kvpacket eval``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from kvpacket_rag.cli.machine import describe
+from kvpacket_rag.cli.options import positive
+from kvpacket_rag.cli.output import count, duration, facts, say, show, table
+from kvpacket_rag.errors import ContextTooLongError, DatasetError, MissingExtraError, UnsupportedModelError
+
+if TYPE_CHECKING:
+    from kvpacket_rag.adapter import Adapter
+    from kvpacket_rag.datasets import QASample
+    from kvpacket_rag.engine import KVPacketEngine
+    from kvpacket_rag.evaluation.questions import PromptSettings
+    from kvpacket_rag.evaluation.records import Record
+    from kvpacket_rag.evaluation.results import Row
+    from kvpacket_rag.evaluation.run import RunProgress, Variant
+
+SUMMARY = "measure packets beside full prefill and other methods"
+DESCRIPTION = (
+    "Measures methods on data sets: answers, distance from full prefill, time, work and memory, each with its 95 % "
+    "interval. Writes results.json, results.md and pictures. Stopped at any time, the same command goes on from there."
+)
+_DEFAULT_MODEL = "smollm2-135m-instruct"
+_DEFAULT_METHODS = ("full", "packet", "plain", "none")
+_LINE_SECONDS = 10.0  # between two lines of progress where none can be written over
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Data, methods, prompts and model."""
+    parser.add_argument(
+        "--data",
+        metavar="FILE_OR_NAME",
+        nargs="+",
+        required=True,
+        help=".jsonl files, folders with dev.jsonl, or names: niah, niah:FOLDER, biography, hotpotqa, …",
+    )
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of records, tables and pictures")
+    parser.add_argument(
+        "--methods",
+        metavar="LIST",
+        type=_names,
+        help="of full, packet, plain, none, legolink-0, epic-N, random-R, cacheblend-R, a3-R, sam-kv, sam-kv-large, "
+        f"separated by commas (default: {','.join(_DEFAULT_METHODS)})",
+    )
+    parser.add_argument("--limit", metavar="N", type=positive, help="the first N questions of each data set")
+    parser.add_argument("--split", choices=("train", "dev"), default="dev", help="default: %(default)s")
+    parser.add_argument(
+        "--seed", metavar="S", type=int, nargs="+", default=[0], help="of chunks, order and intervals; several repeat"
+    )
+    _add_prompts(parser.add_argument_group("prompts"))
+    _add_model(parser.add_argument_group("model"))
+
+
+def _add_prompts(prompt: argparse._ArgumentGroup) -> None:
+    prompt.add_argument(
+        "--max-chunks", type=positive, default=10, metavar="N", help="of a prompt (default: %(default)s)"
+    )
+    prompt.add_argument("--chunk-tokens", type=positive, default=256, metavar="N", help="most (default: %(default)s)")
+    prompt.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
+    prompt.add_argument(
+        "--style", default="pipeline", metavar="NAME", help="layout of the prompt (default: %(default)s)"
+    )
+    prompt.add_argument(
+        "--gold-positions",
+        metavar="P",
+        type=_place,
+        nargs="+",
+        default=[],
+        help="put the first supporting chunk there, from 0, one prompt each (default: anywhere)",
+    )
+
+
+def _add_model(model: argparse._ArgumentGroup) -> None:
+    model.add_argument("--model", metavar="NAME", default=_DEFAULT_MODEL, help="default: %(default)s")
+    model.add_argument("--adapter", metavar="FILE", default="auto", help="'auto' (default), 'none', or a file")
+    model.add_argument(
+        "--adapters",
+        metavar="NAME=FILE",
+        type=_named_file,
+        nargs="+",
+        default=[],
+        help="further adapters, each a method packet:NAME, and a table of them against the data sets",
+    )
+    model.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda or mps (default: the best there is)")
+    model.add_argument("--dtype", metavar="NAME", default="auto", help="float32, bfloat16 or float16")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Measure, sum up, draw."""
+    from kvpacket_rag.evaluation.records import RecordFile
+    from kvpacket_rag.evaluation.results import summarise
+    from kvpacket_rag.evaluation.run import Evaluation
+    from kvpacket_rag.evaluation.tables import write_results
+
+    settings = _settings(args)
+    sets = {setting.seed: _open_sets(args, setting.seed) for setting in settings}
+    engine = _load(args)
+    evaluation = Evaluation(engine.backbone, _variants(args, engine), RecordFile(args.out / "records.jsonl"))
+    records: list[Record] = []
+    skipped: dict[str, str] = {}
+    line = _Line()
+    for setting in settings:
+        for data, samples in sets[setting.seed].items():
+            found = evaluation.run(data, samples, setting, line)
+            records += found.records
+            skipped |= {f"{data} {name}": reason for name, reason in found.skipped.items()}
+    line.end()
+    if not records:
+        raise DatasetError(f"nothing was measured: {next(iter(skipped.values()), 'no question fits the settings')}")
+    rows = summarise(records, args.seed[0])
+    write_results(rows, args.out, _about(args, engine, skipped))
+    show(_summary(rows))
+    for name, reason in skipped.items():
+        say(f"left out {name}: {reason}")
+    pictures = _draw(args.out, rows)
+    if not engine.encoder.adapter.is_empty:
+        pictures += _draw_attention(args.out, engine, next(iter(sets.values())), settings[0])
+    show("\n" + facts([("Written", str(args.out / "results.md")), *(("Drawn", str(path)) for path in pictures)]))
+
+
+def _settings(args: argparse.Namespace) -> list[PromptSettings]:
+    """One for each seed."""
+    from kvpacket_rag.evaluation.questions import PromptSettings
+
+    return [
+        PromptSettings(
+            max_chunks=args.max_chunks,
+            chunk_tokens=args.chunk_tokens,
+            max_new_tokens=args.max_new_tokens,
+            style=args.style,
+            seed=seed,
+            gold_positions=tuple(dict.fromkeys(args.gold_positions)),
+        )
+        for seed in dict.fromkeys(args.seed)
+    ]
+
+
+def _names(text: str) -> list[str]:
+    return list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+
+
+def _place(text: str) -> int:
+    number = int(text)
+    if number < 0:
+        raise argparse.ArgumentTypeError(f"{text} is below 0")
+    return number
+
+
+def _named_file(text: str) -> tuple[str, Path]:
+    name, _, file = text.partition("=")
+    if not name or not file:
+        raise argparse.ArgumentTypeError(f"{text!r} is not of the form NAME=FILE")
+    return name, Path(file)
+
+
+def _open_sets(args: argparse.Namespace, seed: int) -> dict[str, list[QASample]]:
+    """Samples by the name of their data set; where two would have one name, what was typed is the name."""
+    from kvpacket_rag.datasets import open_dataset
+
+    opened = {typed: open_dataset(typed, args.split, seed=seed, limit=args.limit) for typed in args.data}
+    domains = [samples[0].domain for samples in opened.values()]
+    return {
+        samples[0].domain if domains.count(samples[0].domain) == 1 else typed: samples
+        for typed, samples in opened.items()
+    }
+
+
+def _load(args: argparse.Namespace) -> KVPacketEngine:
+    say(f"loading {args.model} (the first time takes longer)")
+    from kvpacket_rag.engine import KVPacketEngine
+
+    adapter = None if args.adapter == "none" else args.adapter
+    return KVPacketEngine.load(args.model, adapter=adapter, device=args.device, dtype=args.dtype)
+
+
+def _variants(args: argparse.Namespace, engine: KVPacketEngine) -> list[Variant]:
+    """The methods that were asked for, and one for every further adapter."""
+    from kvpacket_rag.adapter import Adapter
+    from kvpacket_rag.evaluation.cross_domain import adapter_variants
+    from kvpacket_rag.evaluation.run import Variant
+    from kvpacket_rag.shipped import check_adapter
+
+    own = None if engine.encoder.adapter.is_empty else engine.encoder.adapter
+    methods = args.methods or [name for name in _DEFAULT_METHODS if own or name != "packet"]
+    further = {name: Adapter.load(file) for name, file in args.adapters}
+    for adapter in further.values():
+        check_adapter(adapter, engine.backbone)
+    return [*(Variant(name, name, own) for name in methods), *adapter_variants(further)]
+
+
+def _about(args: argparse.Namespace, engine: KVPacketEngine, skipped: Mapping[str, str]) -> dict[str, str]:
+    """What was measured, for the head of the tables."""
+    places = ", ".join(map(str, args.gold_positions)) or "random"
+    about = {
+        "Model": engine.model_name,
+        "Machine": describe(engine),
+        "Adapter": _told(engine.encoder.adapter),
+        "Data": f"{', '.join(args.data)}, {args.split} split, {f'first {args.limit}' if args.limit else 'all'}",
+        "Prompts": f"layout {args.style!r}, at most {args.max_chunks} chunks of {args.chunk_tokens} tokens, answers of "
+        f"{args.max_new_tokens}; place of the supporting chunk {places}; seed {', '.join(map(str, args.seed))}",
+    }
+    if skipped:
+        about["Left out"] = f"{count(len(skipped), 'question')} too long for the model's window"
+    return about
+
+
+def _told(adapter: Adapter) -> str:
+    if adapter.is_empty:
+        return "none"
+    lengths = f"{adapter.header.shape[0]} header and {adapter.trailer.shape[0]} trailer tokens"
+    return f"{lengths}, SHA-256 {adapter.digest[:12]}…"
+
+
+def _summary(rows: Sequence[Row]) -> str:
+    header = ["data", "method", "n", "F1", "contains", "KL", "recovered gap", "first token, ms"]
+    figures = (("f1", 3, 1), ("contains", 3, 1), ("kl", 4, 1), ("recovered_gap", 2, 1), ("ttft_seconds", 1, 1000))
+    lines = [
+        [row["data"], row["method"], str(row["n"]), *(_figure(row, *figure) for figure in figures)] for row in rows
+    ]
+    return table(header, lines)
+
+
+def _figure(row: Row, name: str, digits: int, scale: int) -> str:
+    return "–" if row[name] is None else f"{scale * row[name]:.{digits}f}"
+
+
+def _draw(folder: Path, rows: Sequence[Row]) -> list[Path]:
+    """Draw what the rows allow, and say so where matplotlib is missing; the pictures drawn."""
+    from kvpacket_rag.evaluation.cross_domain import cross_domain
+    from kvpacket_rag.evaluation.plots import plot_f1_against_ttft, plot_heat_map, plot_kl_against_recompute_ratio
+
+    drawn = [folder / "f1_ttft.png", folder / "kl_recompute.png", folder / "cross_domain.png"]
+    try:
+        plot_f1_against_ttft(rows, drawn[0])
+        plot_kl_against_recompute_ratio(rows, drawn[1])
+        if not (across := cross_domain(rows)):
+            return drawn[:2]
+        plot_heat_map(across, drawn[2])
+    except MissingExtraError as error:
+        say(str(error))
+        return []
+    return drawn
+
+
+def _draw_attention(
+    folder: Path, engine: KVPacketEngine, sets: Mapping[str, Sequence[QASample]], settings: PromptSettings
+) -> list[Path]:
+    """Draw where the first question looks; nothing where the model does not show it."""
+    from kvpacket_rag.evaluation.attention import draw_attention
+    from kvpacket_rag.evaluation.questions import make_questions
+
+    questions = make_questions(engine.backbone, [samples[0] for samples in sets.values()], settings)
+    path = folder / "attention.png"
+    try:
+        draw_attention(engine.backbone, next(questions).case, engine.encoder.adapter, path)
+    except (MissingExtraError, UnsupportedModelError, ContextTooLongError, StopIteration):
+        return []
+    return [path]
+
+
+class _Line:
+    """Progress of measuring: one line written over on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        self._next_line = 0.0
+
+    def __call__(self, progress: RunProgress) -> None:
+        """Show how far it is."""
+        left = progress.seconds_left
+        text = f"{progress.data}: {progress.done} of {count(progress.total, 'question')}"
+        if left is not None:
+            text += f", {progress.seconds / progress.measured:.1f} s each, {duration(left)} left"
+        if sys.stderr.isatty():
+            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() > self._next_line or progress.done == progress.total:
+            self._next_line = time.monotonic() + _LINE_SECONDS
+            say(text)
+
+    def end(self) -> None:
+        """Leave the line."""
+        if sys.stderr.isatty():
+            print(file=sys.stderr)

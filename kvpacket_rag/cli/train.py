@@ -1,0 +1,190 @@
+"""``kvpacket train``."""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import math
+import re
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpacket_rag.cli.output import duration, facts, say, show
+from kvpacket_rag.errors import TrainingError
+
+if TYPE_CHECKING:
+    from kvpacket_rag.backbone import Backbone
+    from kvpacket_rag.training.mixture import Mixture
+    from kvpacket_rag.training.recipe import Recipe
+    from kvpacket_rag.training.trainer import Report, Trainer
+
+SUMMARY = "train the adapter of a model"
+DESCRIPTION = (
+    "Trains soft tokens and a low-rank update of the encoder by self-distillation on a mixture of data sets; the model "
+    "is frozen. Stop it at any time: the same command goes on where it was. On several GPUs: "
+    'accelerate launch "$(command -v kvpacket)" train ...'
+)
+_LINE_STEPS = 5  # between two lines of progress where no bar can be drawn
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Model, data, recipe."""
+    parser.add_argument("--model", metavar="NAME", default="smollm2-135m-instruct", help="default: %(default)s")
+    parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of state, log and adapter")
+    parser.add_argument(
+        "--data",
+        metavar="NAME[=WEIGHT]",
+        nargs="+",
+        default=["niah", "biography"],
+        help="'niah', 'niah:FOLDER', 'biography', a .jsonl file, a folder with train.jsonl, or a data set of the hub "
+        "(default: the two generators)",
+    )
+    parser.add_argument("--teacher", metavar="DIR", type=Path, help="folder of the teacher's answers (default: in DIR)")
+    parser.add_argument(
+        "--samples", metavar="N", type=int, default=600, help="samples made by a generator (%(default)s)"
+    )
+    parser.add_argument("--validation", metavar="N", type=int, default=32, help="held-out rows (default: %(default)s)")
+    parser.add_argument("--pool", metavar="N", type=int, default=0, help="different rows, 0 for no limit (default)")
+    parser.add_argument(
+        "--set", metavar="NAME=VALUE", action="append", default=[], help="a setting of the recipe or of the rows' shape"
+    )
+    parser.add_argument("--settings", action="store_true", help="list what --set takes, with the values now, and stop")
+    parser.add_argument(
+        "--device", metavar="NAME", default="auto", help="cpu, cuda or mps (default: the best there is)"
+    )
+    parser.add_argument("--dtype", metavar="NAME", default="auto", help="of the frozen model; the adapter is float32")
+
+
+def run(args: argparse.Namespace) -> None:
+    """Train."""
+    from kvpacket_rag.training.mixture import Shape
+    from kvpacket_rag.training.recipe import Recipe
+
+    given = _parse_settings(args.set, Recipe, Shape)
+    recipe, shape = Recipe(**given[Recipe]), Shape(**given[Shape])
+    if args.settings:
+        show(_settings(recipe) + "\n" + _settings(shape))
+        return
+    trainer = _trainer(args, recipe, shape)
+    _follow(trainer)
+    progress = trainer.progress
+    figures = ", ".join(f"{name} {value:.4f}" for name, value in progress.figures.items())
+    show(
+        facts(
+            [
+                ("Adapter", str(trainer.best_path)),
+                ("Best step", f"{progress.best_step} of {progress.step}"),
+                ("Validation KL", f"{figures} nats a token"),
+            ]
+        )
+    )
+
+
+def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
+    say("loading the model")
+    from kvpacket_rag.adapter import Adapter
+    from kvpacket_rag.backbone import Backbone
+    from kvpacket_rag.encode import PacketEncoder
+    from kvpacket_rag.hardware import pick_device, pick_dtype
+    from kvpacket_rag.models import load_model
+    from kvpacket_rag.training.trainer import Trainer, default_teacher
+    from kvpacket_rag.training.workers import Workers
+
+    place = pick_device(Workers().device or args.device)
+    model, tokenizer = load_model(args.model, place, pick_dtype(args.dtype, place))
+    backbone = Backbone(model, tokenizer, args.model)
+    encoder = PacketEncoder(backbone, Adapter.empty(backbone.hidden_size))
+    rows, held_out = _mixtures(args, encoder, shape, recipe.seed)
+    validation = [held_out.row(number) for number in range(args.validation)]
+    teacher = default_teacher(backbone, recipe, args.teacher or args.out / "teacher")
+    trainer = Trainer(backbone, rows.row, validation, recipe, args.out, rows.describe(), teacher)
+    if not trainer.progress.step:
+        say(_plain(backbone, trainer))
+    return trainer
+
+
+def _mixtures(args: argparse.Namespace, encoder: Any, shape: Any, seed: int) -> tuple[Mixture, Mixture]:
+    """Rows to train on, and rows of held-out samples."""
+    from kvpacket_rag.datasets.catalogue import GENERATED, open_dataset
+    from kvpacket_rag.training.mixture import Mixture, hold_out
+
+    data = []
+    for entry in args.data:
+        name, _, weight = entry.partition("=")
+        generated = name.partition(":")[0] in GENERATED
+        samples = open_dataset(name, "train", seed=seed, limit=args.samples if generated else None)
+        data.append((samples, _number(weight or "1", entry)))
+    train, held_out = hold_out(data)
+    return Mixture(encoder, train, shape, seed, args.pool), Mixture(encoder, held_out, shape, seed + 1)
+
+
+def _plain(backbone: Backbone, trainer: Trainer) -> str:
+    figures = trainer.plain()
+    return "plain concatenation: KL " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
+
+
+def _follow(trainer: Trainer) -> None:
+    from tqdm import tqdm
+
+    drawn = sys.stderr.isatty()
+    with tqdm(total=trainer.recipe.steps, initial=trainer.progress.step, disable=not drawn, unit="step") as bar:
+        for report in trainer.run():
+            bar.update(report.step - bar.n)
+            best = f"{trainer.progress.best:.4f}"
+            bar.set_postfix_str(f"loss {report.loss:.4f}, validation KL {best}", refresh=False)
+            if report.validation or (not drawn and report.step % _LINE_STEPS == 0):
+                say(_line(report))
+
+
+def _line(report: Report) -> str:
+    parts = [f"step {report.step}"]
+    if not math.isnan(report.loss):
+        parts.append(f"loss {report.loss:.4f}, {duration(report.seconds_left)} left")
+    if report.validation:
+        parts.append("validation KL " + ", ".join(f"{name} {kl:.4f}" for name, kl in report.validation.items()))
+    return "; ".join(parts)
+
+
+def _parse_settings(entries: list[str], *kinds: type) -> dict[type, dict[str, Any]]:
+    """``NAME=VALUE`` entries, as keywords of the dataclasses that have such a field.
+
+    Raises:
+        TrainingError: none has it, or the value is of another type.
+    """
+    given: dict[type, dict[str, Any]] = {kind: {} for kind in kinds}
+    known = {field.name: (kind, field) for kind in kinds for field in fields(kind)}
+    for entry in entries:
+        name, _, value = entry.partition("=")
+        if name not in known:
+            raise TrainingError(f"there is no setting {name!r}; 'kvpacket train --out DIR --settings' lists them")
+        kind, field = known[name]
+        given[kind][name] = _typed(value, type(field.default), entry)
+    return given
+
+
+def _typed(value: str, kind: type, entry: str) -> Any:
+    if kind is bool and value.lower() in ("true", "false"):
+        return value.lower() == "true"
+    try:
+        if kind is not bool:
+            return kind(value)
+    except ValueError:
+        pass
+    raise TrainingError(f"--set {entry}: expected a value of type {kind.__name__}")
+
+
+def _number(text: str, entry: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise TrainingError(f"--data {entry}: expected a number behind '='") from None
+
+
+def _settings(chosen: Any) -> str:
+    """Names, values and what they mean, the latter from the docstring."""
+    text = inspect.getdoc(type(chosen)) or ""
+    meanings = dict(re.findall(r"^    (\w+): (.*(?:\n     +.*)*)", text, re.MULTILINE))
+    pairs = [(f"{f.name}={getattr(chosen, f.name)}", " ".join(meanings[f.name].split())) for f in fields(chosen)]
+    return facts(pairs)

@@ -1,0 +1,149 @@
+"""Whether packets are fit for a model: the laws on its real weights, and how far answers stray from full prefill.
+
+The probe set is small and made here: needles and biographies that are generated, and the demo's documents.
+It tells a fitting adapter from a foreign one, no more; ``kvpacket eval`` measures.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.datasets.catalogue import open_dataset
+from kvpacket_rag.datasets.templates import EVAL_STYLE
+from kvpacket_rag.demo import corpus_folder, questions
+from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.training.objective import Targets, join, kl_per_token
+from kvpacket_rag.training.row import Row, make_row
+from kvpacket_rag.training.student import student_logits
+from kvpacket_rag.training.teacher import Teacher
+
+_PER_DOMAIN = 6
+_CHUNKS = 5
+_CHUNK_CHARACTERS = 600
+FIT_GAP = 0.5  # share of plain concatenation's divergence that an adapter has to remove
+FIT_KL = 0.02  # nats a token that are close enough whatever plain concatenation does
+
+
+@dataclass(frozen=True, slots=True)
+class Fidelity:
+    """How close one way of reading is to full prefill, along full prefill's own greedy answers.
+
+    Attributes:
+        kl: KL(full prefill ‖ this), nats a token.
+        agreement: share of tokens for which the most likely one is the same.
+    """
+
+    kl: float
+    agreement: float
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What was found.
+
+    Attributes:
+        error_shift: largest relative error of keys moved against keys encoded in place.
+        error_packets: relative error of the logits of packets against a block mask.
+        tokens: of answers that were compared.
+        packets: with the adapter.
+        plain: without it, the chunks' bare keys and values side by side.
+        full: full prefill in one forward against itself token by token: what arithmetic alone differs.
+        has_adapter: whether ``packets`` had one to use.
+    """
+
+    error_shift: float
+    error_packets: float
+    tokens: int
+    packets: Fidelity
+    plain: Fidelity
+    full: Fidelity
+    has_adapter: bool
+
+    @property
+    def recovered_gap(self) -> float:
+        """1 - KL(packets) / KL(plain concatenation)."""
+        return 1 - self.packets.kl / self.plain.kl if self.plain.kl > 0 else 0.0
+
+    @property
+    def is_fit(self) -> bool:
+        """Whether packets are near enough to full prefill."""
+        return self.packets.kl <= FIT_KL or self.recovered_gap >= FIT_GAP
+
+    @property
+    def sentence(self) -> str:
+        """The verdict in one line."""
+        found = f"{self.packets.kl:.3f} nats a token from full prefill"
+        if self.is_fit:
+            return f"fit: answers from packets are {found}"
+        if not self.has_adapter:
+            return f"not fit without an adapter: answers from bare chunks are {found}; train one with 'kvpacket train'"
+        return (
+            f"not fit: with this adapter answers are {found}, plain concatenation {self.plain.kl:.3f}; "
+            "it belongs to other weights or needs more training"
+        )
+
+    def to_dict(self) -> dict[str, Any]:
+        """All figures by name, for JSON."""
+        derived = {"recovered_gap": self.recovered_gap, "fit": self.is_fit, "verdict": self.sentence}
+        return asdict(self) | derived
+
+
+def verify(backbone: Backbone, adapter: Adapter) -> Verdict:
+    """Measure packets, plain concatenation and full prefill on the probe set.
+
+    Args:
+        backbone: whose laws were proved when it was loaded.
+        adapter: may be empty.
+    """
+    rows = list(probe_rows(PacketEncoder(backbone, adapter)))
+    teacher = Teacher(backbone)
+    targets = [teacher.answer(row) for row in rows]
+    bare = Adapter.empty(backbone.hidden_size)
+    as_text = [replace(row, context=tuple(replace(part, packet_id=None) for part in row.context)) for row in rows]
+    return Verdict(
+        backbone.report.error_shift,
+        backbone.report.error_packets,
+        sum(len(target.answer) for row in targets for target in row),
+        _fidelity(backbone, adapter, rows, targets),
+        _fidelity(backbone, bare, rows, targets),
+        _fidelity(backbone, bare, as_text, targets),
+        not adapter.is_empty,
+    )
+
+
+def probe_rows(encoder: PacketEncoder) -> Iterator[Row]:
+    """The probe set: five chunks and a question each."""
+    for name in ("niah", "biography"):
+        for sample in open_dataset(name, "dev", seed=7, limit=_PER_DOMAIN):
+            chunks = [document.text.strip()[:_CHUNK_CHARACTERS].strip() for document in sample.documents[:_CHUNKS]]
+            yield make_row(encoder, [EVAL_STYLE.messages(chunks, sample.question)], chunks, name)
+    documents = {
+        path.name: path.read_text(encoding="utf-8").strip() for path in sorted(corpus_folder().glob("**/*.md"))
+    }
+    for number, asked in enumerate(questions()):
+        others = [text for name, text in documents.items() if name != asked.document]
+        shown = [others[(number * _CHUNKS + k) % len(others)] for k in range(_CHUNKS - 1)]
+        shown.insert(number % _CHUNKS, documents[asked.document])
+        chunks = [text[:_CHUNK_CHARACTERS].strip() for text in shown]
+        yield make_row(encoder, [EVAL_STYLE.messages(chunks, asked.question)], chunks, "documents")
+
+
+@torch.no_grad()
+def _fidelity(
+    backbone: Backbone, adapter: Adapter, rows: Sequence[Row], targets: Sequence[Sequence[Targets]]
+) -> Fidelity:
+    divergences: list[Tensor] = []
+    agreements: list[Tensor] = []
+    for row, wanted in zip(rows, targets, strict=True):
+        joined = join(wanted, backbone.device)
+        with student_logits(backbone, adapter, [row], [[t.answer.tolist() for t in wanted]]) as (logits, _):
+            divergences.append(kl_per_token(logits, joined))
+            agreements.append((logits.argmax(-1) == joined.answer).float())
+    return Fidelity(float(torch.cat(divergences).mean()), float(torch.cat(agreements).mean()))
