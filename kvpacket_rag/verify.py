@@ -26,7 +26,7 @@ from kvpacket_rag.training.teacher import Teacher
 
 _PER_DOMAIN = 6
 _CHUNKS = 5
-_CHUNK_CHARACTERS = 600
+_CHUNK_CHARACTERS = 400
 FIT_GAP = 0.5  # share of plain concatenation's divergence that an adapter has to remove
 FIT_KL = 0.02  # nats a token that are close enough whatever plain concatenation does
 

@@ -186,12 +186,13 @@ def test_attention_outside_of_the_interface_is_refused_by_name(
 def test_hooks_are_gone_after_success_and_after_failure(bench: Bench, name: str, monkeypatch: pytest.MonkeyPatch):
     model, case = bench.backbone.model, make_case(bench.backbone)
     interface, before = AttentionInterface.get_interface, first_logits("full", bench, case)
+    hooks = hooks_left(model)  # transformers leaves some of its own
     prefill(name, bench, case)
     with monkeypatch.context() as patch:
         patch.setattr(decoder_layers(model)[-1].mlp, "forward", lambda hidden: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             parse_method(name, bench).prefill(make_case(bench.backbone))
-    assert not hooks_left(model)
+    assert hooks_left(model) == hooks
     assert AttentionInterface.get_interface is interface
     assert_close(first_logits("full", bench, case), before, atol=0, rtol=0)
 
@@ -229,11 +230,12 @@ def call_oddly(name: str, bench: Bench, patch: pytest.MonkeyPatch, change: Calla
 
 
 def test_layers_that_take_tokens_in_an_unknown_place_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch):
+    hooks = hooks_left(bench.backbone.model)
     with pytest.raises(UnsupportedModelError, match="unknown place; CacheBlend, A3 and SAM-KV"):
         call_oddly(
             "cacheblend-0.5", bench, monkeypatch, lambda hidden: (hidden, torch.zeros(hidden.shape[1], 3, 2, 2, 2))
         )
-    assert not hooks_left(bench.backbone.model)
+    assert hooks_left(bench.backbone.model) == hooks
 
 
 def test_layers_without_hidden_states_of_the_common_shape_are_refused(bench: Bench, monkeypatch: pytest.MonkeyPatch):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -91,6 +90,7 @@ class Trainer:
         saved = load_state(folder / "state.safetensors", self._identity, self.adapter, self._optimiser)
         self.progress = saved or Progress()
         self._saved_at = time.monotonic()
+        self._is_whole = True
 
     @property
     def best_path(self) -> Path:
@@ -99,7 +99,8 @@ class Trainer:
 
     def plain(self) -> dict[str, float]:
         """KL of plain concatenation on the held-out rows: what training has to bring down."""
-        return validate(self.backbone, Adapter.empty(self.backbone.hidden_size), self._validation, self._teacher)
+        bare = Adapter.empty(self.backbone.hidden_size)
+        return validate(self.backbone, bare, self._validation, self._teacher, self._workers)
 
     def run(self) -> Iterator[Report]:
         """Train to the last step, or until validation stops improving; a report after every step.
@@ -115,7 +116,6 @@ class Trainer:
         try:
             while self.progress.step < self.recipe.steps and self.progress.stale < self.recipe.patience:
                 loss = self._step()
-                self.progress.step += 1
                 done = self.progress.step
                 validation = {}
                 if done % self.recipe.validate_every == 0 or done == self.recipe.steps:
@@ -127,7 +127,8 @@ class Trainer:
                     self._save()
                 yield report
         finally:
-            self._save()
+            if self._is_whole:
+                self._save()
 
     def _step(self) -> float:
         recipe, step = self.recipe, self.progress.step
@@ -143,7 +144,10 @@ class Trainer:
         loss_value = float(self._workers.sum(total))
         if not math.isfinite(loss_value):
             self._stop_on_nan(step, batch)
+        self._is_whole = False  # what is stopped within an update goes on from the state before it
         self._update(step)
+        self.progress.step += 1
+        self._is_whole = True
         return loss_value
 
     def _backward(self, rows: Sequence[Row], targets: Sequence[Sequence[Targets]], count: Tensor) -> Tensor:
@@ -181,7 +185,7 @@ class Trainer:
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float]:
-        found = validate(self.backbone, self.adapter, self._validation, self._teacher)
+        found = validate(self.backbone, self.adapter, self._validation, self._teacher, self._workers)
         progress = self.progress
         progress.stale += 1
         if found["all"] < progress.best:
@@ -231,19 +235,31 @@ def default_teacher(backbone: Backbone, recipe: Recipe, folder: Path | None) -> 
 
 
 @torch.no_grad()
-def validate(backbone: Backbone, adapter: Adapter, rows: Sequence[Row], teacher: Teacher) -> dict[str, float]:
-    """KL(teacher ‖ packets) in nats per answer token, over all rows ("all") and by domain."""
-    sums: dict[str, float] = defaultdict(float)
-    counts: dict[str, int] = defaultdict(int)
-    for row in rows:
+def validate(
+    backbone: Backbone, adapter: Adapter, rows: Sequence[Row], teacher: Teacher, workers: Workers | None = None
+) -> dict[str, float]:
+    """KL(teacher ‖ packets) in nats per answer token, over all rows ("all") and by domain.
+
+    Args:
+        backbone: the model.
+        adapter: may be empty, which is plain concatenation.
+        rows: to measure.
+        teacher: answers them.
+        workers: share the rows, if there are several.
+    """
+    workers = workers or Workers()
+    domains = sorted({row.domain for row in rows})
+    sums = torch.zeros(len(domains), 2, device=backbone.device)  # divergence and tokens
+    for number in workers.mine(range(len(rows))):
+        row = rows[number]
         targets = teacher.answer(row)
         answers = [target.answer.tolist() for target in targets]
         with student_logits(backbone, adapter, [row], [answers]) as (logits, _):
             divergence = kl_per_token(logits, join(targets, backbone.device))
-        for name in ("all", row.domain):
-            sums[name] += float(divergence.sum())
-            counts[name] += len(divergence)
-    return {name: sums[name] / counts[name] for name in sums}
+        sums[domains.index(row.domain)] += torch.stack([divergence.sum(), torch.tensor(len(divergence)).to(divergence)])
+    total, tokens = workers.sum(sums).cpu().unbind(1)
+    by_domain = (total / tokens).tolist()
+    return {"all": float(total.sum() / tokens.sum()), **dict(zip(domains, by_domain, strict=True))}
 
 
 def _packed(
