@@ -46,7 +46,7 @@ def main() -> None:
     sinks = [int(n) for n in options.sinks.split(",")]
     found: dict[int, list[tuple[float, float]]] = {n: [] for n in sinks}
     with tempfile.TemporaryDirectory() as folder:
-        rag = KVPacketRAG.open(folder, chunk_tokens=options.chunk_tokens, dtype=options.dtype)
+        rag = KVPacketRAG.open(folder, adapter=None, chunk_tokens=options.chunk_tokens, dtype=options.dtype)
         rag.add(read_documents(DOCUMENTS, on_skip=lambda path, reason: None))
         backbone = rag.engine.backbone
         engines = {n: KVPacketEngine(backbone, sink=n) for n in sinks}

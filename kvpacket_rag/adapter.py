@@ -203,9 +203,14 @@ class Adapter(nn.Module):
         own = torch.full((num_tokens,), self.num_tokens)
         return torch.cat([numbers[: self.header.shape[0]], own, numbers[self.header.shape[0] :]])
 
-    def save(self, path: str | Path) -> None:
-        """Write one safetensors file, with the metadata in its header."""
-        adapter_file.save(self.tensors(), self.metadata, path)
+    def save(self, path: str | Path, dtype: torch.dtype = torch.float32) -> None:
+        """Write one safetensors file, with the metadata in its header.
+
+        Args:
+            path: of the file.
+            dtype: numbers are rounded to it; bfloat16 halves the file, and what is loaded has another digest.
+        """
+        adapter_file.save({name: tensor.to(dtype) for name, tensor in self.tensors().items()}, self.metadata, path)
 
     @classmethod
     def load(cls, path: str | Path) -> Adapter:

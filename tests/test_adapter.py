@@ -8,7 +8,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from kvpacket_rag.adapter import Adapter, import_paper_adapter
+from kvpacket_rag import adapter_file
+from kvpacket_rag.adapter import Adapter, LowRank, import_paper_adapter
 from kvpacket_rag.errors import AdapterError
 
 
@@ -115,3 +116,84 @@ def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path):
         with pytest.raises(AdapterError):
             import_paper_adapter(tmp_path / name)
     assert not (tmp_path / "ran").exists()
+
+
+def _full(seed: int = 0, **metadata: str) -> Adapter:
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=generator)
+
+    low_rank = LowRank({"layers.0.q": (draw(2, 8), draw(6, 2)), "layers.1.q": (draw(2, 8), draw(6, 2))})
+    return Adapter(draw(3, 8), draw(2, 8), metadata, deep=draw(4, 5, 8), low_rank=low_rank)
+
+
+def test_deep_parts_read_back_as_they_were_saved(tmp_path: Path):
+    adapter = _full(recipe="a")
+    adapter.save(tmp_path / "a.safetensors")
+    again = Adapter.load(tmp_path / "a.safetensors")
+    assert again.digest == adapter.digest and again.tensors().keys() == adapter.tensors().keys()
+    assert all(torch.equal(tensor, again.tensors()[name]) for name, tensor in adapter.tensors().items())
+
+
+def test_every_part_changes_the_digest():
+    digests = {_full().digest, _full(header="left out").digest}
+    for name in _full().tensors():
+        changed = _full()
+        with torch.no_grad():
+            dict(changed.tensors())[name].add_(1)  # tensors share memory with the parameters
+        digests.add(changed.digest)
+    assert len(digests) == 2 + len(_full().tensors())
+
+
+def test_a_low_rank_update_alone_is_no_empty_adapter():
+    low_rank = LowRank({"q": (torch.ones(1, 4), torch.ones(4, 1))})
+    adapter = Adapter(torch.zeros(0, 4), torch.zeros(0, 4), low_rank=low_rank)
+    assert not adapter.is_empty and adapter.digest != "none" and adapter.absorbs
+
+
+def test_updates_that_change_nothing_are_not_saved():
+    fresh = LowRank.fresh({"q": (6, 8), "k": (2, 8)}, rank=3)
+    assert not fresh.tensors()
+    fresh.up[0].data.add_(1)
+    assert set(fresh.tensors()) == {"k"}
+
+
+def test_bfloat16_halves_the_file_and_is_stable_from_then_on(tmp_path: Path):
+    adapter = _full()
+    adapter.save(tmp_path / "half.safetensors", torch.bfloat16)
+    half = Adapter.load(tmp_path / "half.safetensors")
+    assert torch.equal(half.header, adapter.header.bfloat16().float())
+    half.save(tmp_path / "again.safetensors", torch.bfloat16)
+    assert Adapter.load(tmp_path / "again.safetensors").digest == half.digest
+
+
+def test_roles_number_the_soft_tokens_around_the_chunk():
+    assert _full().roles(3).tolist() == [0, 1, 2, 5, 5, 5, 3, 4]
+
+
+def test_a_header_that_is_left_out_takes_no_place_in_a_packet():
+    assert (_full().stored_tokens, _full(header="left out").stored_tokens) == (5, 2)
+
+
+def test_separators_are_absorbed_unless_training_read_them():
+    assert _full().absorbs and not _full(separators="read").absorbs and not Adapter.empty(4).absorbs
+
+
+@pytest.mark.parametrize("parts", [{"deep": torch.zeros(4, 5, 9)}, {"deep": torch.zeros(4, 6, 8)}])
+def test_deep_vectors_that_do_not_fit_are_refused(parts: dict[str, torch.Tensor]):
+    with pytest.raises(AdapterError, match="deep vectors have shape"):
+        Adapter(torch.zeros(3, 8), torch.zeros(2, 8), **parts)
+
+
+def test_a_low_rank_pair_of_two_ranks_is_refused():
+    with pytest.raises(AdapterError, match=r"update of q has shapes \(2, 8\) and \(6, 3\)"):
+        LowRank({"q": (torch.zeros(2, 8), torch.zeros(6, 3))})
+
+
+def test_tensors_no_adapter_has_are_refused_by_name(tmp_path: Path):
+    adapter_file.save(
+        {"header": torch.zeros(1, 2), "trailer": torch.zeros(1, 2), "q.down": torch.zeros(1, 2)}, {}, tmp_path / "a"
+    )
+    with pytest.raises(AdapterError, match=r"no adapter has: q\.down"):
+        Adapter.load(tmp_path / "a")

@@ -37,6 +37,7 @@ def test_train_makes_an_adapter_and_goes_on_where_it_was(tmp_path: Path, capsys:
     first = capsys.readouterr()
     assert "plain concatenation: KL all" in first.err and "adapter.safetensors" in first.out
     assert Adapter.load(tmp_path / "adapter.safetensors").header.shape == (2, 64)
+    assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert _train(tmp_path) == 0
     assert "step 1;" not in capsys.readouterr().err
 

@@ -26,10 +26,10 @@ from kvpacket_rag.evaluation.methods import Bench, parse_method
 from kvpacket_rag.parts import Part
 
 NAMES = (
-    "full packet plain none legolink-0 random-0.3 random-1 epic-4 epic-999 cacheblend-0.15 cacheblend-1 a3-0.3 a3-1 "
-    "sam-kv sam-kv-large"
+    "full prefix packet plain none legolink-0 random-0.3 random-1 epic-4 epic-999 cacheblend-0.15 cacheblend-1 a3-0.3 "
+    "a3-1 sam-kv sam-kv-large"
 ).split()
-ALL_READ = ("full", "random-1", "random-1.0", "epic-999", "cacheblend-1.0", "a3-1.0")
+ALL_READ = ("full", "prefix", "random-1", "random-1.0", "epic-999", "cacheblend-1.0", "a3-1.0")
 NONE_READ = ("random-0", "epic-0", "cacheblend-0", "cacheblend-0.001", "a3-0", "a3-0.001")
 CLOSE = {"atol": 1e-4, "rtol": 1e-4}  # float32
 
@@ -166,7 +166,7 @@ def test_released_memory_is_used_again(bench: Bench):
 
 @pytest.mark.parametrize("name", ["", "full-1", "epic", "epic-x", "random", "random-1.5", "a3--1", "cacheblend-0,15"])
 def test_a_name_of_no_method_lists_those_there_are(bench: Bench, name: str):
-    with pytest.raises(KVPacketError, match=r"known are full, packet.*epic-N.*cacheblend-R"):
+    with pytest.raises(KVPacketError, match=r"known are full, prefix, packet.*epic-N.*cacheblend-R"):
         parse_method(name, bench)
 
 

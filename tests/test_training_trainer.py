@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -195,3 +196,13 @@ def test_nothing_to_validate_on_is_an_error(backbone: Backbone, tmp_path: Path) 
     numbered: Callable[[int], Any] = lambda number: row(backbone, number)  # noqa: E731
     with pytest.raises(TrainingError, match="hold out at least one"):
         Trainer(backbone, numbered, [], Recipe(**SMALL), tmp_path, "")
+
+
+def test_a_tokenizer_without_pad_token_and_tied_weights_are_no_obstacle(
+    make_model: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    bare = copy.deepcopy(tokenizer)
+    bare.pad_token = None
+    tied = Backbone(make_model(tie_word_embeddings=True, pad_token_id=None), bare, "tied")
+    reports = list(_trainer(tied, tmp_path, steps=2).run())
+    assert reports[-1].step == 2 and reports[-1].loss > 0

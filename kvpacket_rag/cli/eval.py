@@ -47,8 +47,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--methods",
         metavar="LIST",
         type=_names,
-        help="of full, packet, plain, none, legolink-0, epic-N, random-R, cacheblend-R, a3-R, sam-kv, sam-kv-large, "
-        f"separated by commas (default: {','.join(_DEFAULT_METHODS)})",
+        help="of full, prefix, packet, plain, none, legolink-0, epic-N, random-R, cacheblend-R, a3-R, sam-kv, "
+        f"sam-kv-large, separated by commas (default: {','.join(_DEFAULT_METHODS)})",
     )
     parser.add_argument("--limit", metavar="N", type=positive, help="the first N questions of each data set")
     parser.add_argument("--split", choices=("train", "dev"), default="dev", help="default: %(default)s")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpacket_rag.cli.output import duration, facts, say, show
-from kvpacket_rag.errors import TrainingError
+from kvpacket_rag.errors import MissingExtraError, TrainingError
 
 if TYPE_CHECKING:
     from kvpacket_rag.backbone import Backbone
@@ -69,6 +69,7 @@ def run(args: argparse.Namespace) -> None:
         return
     trainer = _trainer(args, recipe, shape)
     _follow(trainer)
+    _draw(args.out)
     progress = trainer.progress
     figures = ", ".join(f"{name} {value:.4f}" for name, value in progress.figures.items())
     show(
@@ -136,6 +137,16 @@ def _follow(trainer: Trainer) -> None:
             bar.set_postfix_str(f"loss {report.loss:.4f}, validation KL {best}", refresh=False)
             if report.validation or (not drawn and report.step % _LINE_STEPS == 0):
                 say(_line(report))
+
+
+def _draw(folder: Path) -> None:
+    """A picture of the curves beside the log, where matplotlib is installed."""
+    from kvpacket_rag.evaluation.plots import plot_training
+
+    try:
+        plot_training({folder.name: folder / "log.jsonl"}, folder / "curves.png")
+    except MissingExtraError as error:
+        say(f"no picture of the curves: {error}")
 
 
 def _line(report: Report) -> str:

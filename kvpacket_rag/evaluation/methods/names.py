@@ -12,12 +12,14 @@ from kvpacket_rag.evaluation.methods.cacheblend import CacheBlend
 from kvpacket_rag.evaluation.methods.epic import Epic
 from kvpacket_rag.evaluation.methods.full import FullPrefill
 from kvpacket_rag.evaluation.methods.no_context import NoContext
+from kvpacket_rag.evaluation.methods.prefix_reuse import PrefixReuse
 from kvpacket_rag.evaluation.methods.random_tokens import RandomTokens
 from kvpacket_rag.evaluation.methods.sam_kv import LARGE, SamKV
 from kvpacket_rag.evaluation.methods.stored import StoredPackets
 
 _FIXED: dict[str, Callable[[Bench], Method]] = {
     "full": lambda bench: FullPrefill(bench.bare),
+    "prefix": lambda bench: PrefixReuse(bench.bare),
     "packet": lambda bench: StoredPackets("packet", bench.adapted),
     "plain": lambda bench: StoredPackets("plain", bench.bare),
     "none": lambda bench: NoContext(bench.bare),
