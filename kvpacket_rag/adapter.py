@@ -151,6 +151,18 @@ class Adapter(nn.Module):
         return self.header.shape[0] if self.metadata.get("header") == "left out" else 0
 
     @property
+    def summary(self) -> str:
+        """Its parts in words."""
+        if self.is_empty:
+            return "none"
+        left_out = " (left out of packets)" if self.left_out_tokens else ""
+        parts = [f"{self.header.shape[0]}{left_out} + {self.trailer.shape[0]} soft tokens"] if self.num_tokens else []
+        parts += ["deep vectors"] if self.deep is not None else []
+        if self.low_rank is not None:
+            parts.append(f"low-rank update of the encoder, rank {max(d.shape[0] for d in self.low_rank.down)}")
+        return ", ".join(parts)
+
+    @property
     def is_empty(self) -> bool:
         """Whether packets are the bare chunks."""
         return not self.num_tokens and self.low_rank is None

@@ -13,6 +13,7 @@ from kvpacket_rag.answer import Answer, AnswerStream
 from kvpacket_rag.backbone import is_unicode
 from kvpacket_rag.chat import Message
 from kvpacket_rag.chunk import Hit
+from kvpacket_rag.datasets.templates import PIPELINE_STYLE
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.documents import Document
 from kvpacket_rag.embed import Embedder, SentenceTransformerEmbedder
@@ -24,9 +25,6 @@ from kvpacket_rag.journal import change_lock
 from kvpacket_rag.nearest import Kind
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.progress import IngestReport, OnProgress
-
-SYSTEM_PROMPT = "You are a helpful assistant who answers questions from documents."
-_INSTRUCTION = "Answer from the text above, in one short sentence."
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,11 +161,7 @@ class KVPacketRAG:
 
     def messages(self, question: str, hits: Sequence[Hit]) -> list[Message]:
         """The chat that puts the hits' text before the question, the best nearest to it."""
-        documents = "\n\n".join(hit.chunk.text.strip() for hit in reversed(hits))
-        return [
-            Message("system", SYSTEM_PROMPT),
-            Message("user", f"{documents}\n\n{_INSTRUCTION} {question.strip()}"),
-        ]
+        return PIPELINE_STYLE.messages([hit.chunk.text.strip() for hit in reversed(hits)], question.strip())
 
     def ask(
         self, question: str, k: int = 4, settings: GenerationSettings | None = None, policy: Policy = "packets"

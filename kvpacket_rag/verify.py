@@ -16,7 +16,7 @@ from torch import Tensor
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.datasets.catalogue import open_dataset
-from kvpacket_rag.datasets.templates import EVAL_STYLE
+from kvpacket_rag.datasets.templates import PIPELINE_STYLE
 from kvpacket_rag.demo import corpus_folder, questions
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.training.objective import Targets, join, kl_per_token
@@ -123,7 +123,7 @@ def probe_rows(encoder: PacketEncoder) -> Iterator[Row]:
     for name in ("niah", "biography"):
         for sample in open_dataset(name, "dev", seed=7, limit=_PER_DOMAIN):
             chunks = [document.text.strip()[:_CHUNK_CHARACTERS].strip() for document in sample.documents[:_CHUNKS]]
-            yield make_row(encoder, [EVAL_STYLE.messages(chunks, sample.question)], chunks, name)
+            yield make_row(encoder, [PIPELINE_STYLE.messages(chunks, sample.question)], chunks, name)
     documents = {
         path.name: path.read_text(encoding="utf-8").strip() for path in sorted(corpus_folder().glob("**/*.md"))
     }
@@ -132,7 +132,7 @@ def probe_rows(encoder: PacketEncoder) -> Iterator[Row]:
         shown = [others[(number * _CHUNKS + k) % len(others)] for k in range(_CHUNKS - 1)]
         shown.insert(number % _CHUNKS, documents[asked.document])
         chunks = [text[:_CHUNK_CHARACTERS].strip() for text in shown]
-        yield make_row(encoder, [EVAL_STYLE.messages(chunks, asked.question)], chunks, "documents")
+        yield make_row(encoder, [PIPELINE_STYLE.messages(chunks, asked.question)], chunks, "documents")
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import pytest
 
 from kvpacket_rag.chat import Message
 from kvpacket_rag.chunk import Chunk, Hit
-from kvpacket_rag.datasets.templates import EVAL_STYLE, QUESTIONS, STYLES, PromptStyle
+from kvpacket_rag.datasets.templates import PIPELINE_STYLE, QUESTIONS, STYLES, PromptStyle
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.pipeline import KVPacketRAG
 
@@ -49,13 +49,13 @@ def test_names_are_unique_and_there_are_styles_of_every_sort() -> None:
 
 def test_a_number_of_titles_other_than_of_chunks_is_refused() -> None:
     with pytest.raises(PromptError, match="1 titles for 3 chunks"):
-        EVAL_STYLE.messages(CHUNKS, QUESTION, ["One"])
+        PIPELINE_STYLE.messages(CHUNKS, QUESTION, ["One"])
 
 
 def test_the_style_of_evaluation_is_the_pipelines_own_prompt() -> None:
     hits = [Hit(Chunk(str(i), text, "d", {}), 1.0 - i, str(i)) for i, text in enumerate(CHUNKS)]
     ours = KVPacketRAG.messages(None, QUESTION, hits)  # type: ignore[arg-type]  # it reads no attribute
-    assert EVAL_STYLE.messages(CHUNKS[::-1], QUESTION) == ours  # the pipeline puts the best hit last
+    assert PIPELINE_STYLE.messages(CHUNKS[::-1], QUESTION) == ours  # the pipeline puts the best hit last
 
 
 def test_the_llama_index_styles_are_its_default_prompts() -> None:

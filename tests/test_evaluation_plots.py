@@ -128,6 +128,8 @@ def test_segments_follow_the_adapter_and_what_it_absorbs(backbone: Backbone, ada
     assert [s.kind for s in soft] == ["preamble", *one, *one, "question"]
     assert [s.stop - s.start for s in soft if s.kind == "soft tokens"] == [3, 2, 3, 2]
     assert bare[0].start == 0 and all(a.stop == b.start for a, b in pairwise(soft))
+    left_out = segments(case.parts, Adapter(adapter.header, adapter.trailer, {"header": "left out"}))
+    assert [s.stop - s.start for s in left_out if s.kind == "soft tokens"] == [2, 2]
 
 
 def test_the_picture_of_attention_has_a_panel_for_each_way(

@@ -213,10 +213,7 @@ def _about(args: argparse.Namespace, engine: KVPacketEngine, skipped: Mapping[st
 
 
 def _told(adapter: Adapter) -> str:
-    if adapter.is_empty:
-        return "none"
-    lengths = f"{adapter.header.shape[0]} header and {adapter.trailer.shape[0]} trailer tokens"
-    return f"{lengths}, SHA-256 {adapter.digest[:12]}…"
+    return "none" if adapter.is_empty else f"{adapter.summary}, SHA-256 {adapter.digest[:12]}…"
 
 
 def _summary(rows: Sequence[Row]) -> str:

@@ -119,11 +119,10 @@ def _adapter(path: Path) -> dict[str, Any]:
     adapter = Adapter.load(path)
     return {
         "kind": "adapter",
+        "parts": adapter.summary,
         "header_tokens": adapter.header.shape[0],
         "trailer_tokens": adapter.trailer.shape[0],
         "tokens_added_to_a_packet": adapter.stored_tokens,
-        "deep_vectors": "none" if adapter.deep is None else list(adapter.deep.shape),
-        "low_rank_updates": len(adapter.low_rank.names) if adapter.low_rank else 0,
         "hidden_size": adapter.hidden_size,
         "digest": adapter.digest,
         "bytes": path.stat().st_size,

@@ -67,10 +67,5 @@ def _report(model: str, adapter: Adapter, verdict: Verdict) -> str:
 
 
 def _origin(adapter: Adapter) -> str:
-    parts = [f"{adapter.header.shape[0]} + {adapter.trailer.shape[0]} soft tokens"]
-    if adapter.deep is not None:
-        parts.append("deep vectors")
-    if adapter.low_rank is not None:
-        parts.append("low-rank update of the encoder")
     trained_for = adapter.metadata.get("model")
-    return f"{', '.join(parts)}, {f'trained for {trained_for}' if trained_for else 'of unknown origin'}"
+    return f"{adapter.summary}; {f'trained for {trained_for}' if trained_for else 'of unknown origin'}"

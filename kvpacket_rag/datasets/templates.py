@@ -87,14 +87,14 @@ _LANGCHAIN_RETRIEVAL = (
     "answer concise.\n\n{chunks}"
 )
 
-EVAL_STYLE = PromptStyle(
+PIPELINE_STYLE = PromptStyle(
     "pipeline",
     user="{chunks}\n\nAnswer from the text above, in one short sentence. {question}",
     system="You are a helpful assistant who answers questions from documents.",
 )
 
 STYLES: tuple[PromptStyle, ...] = (
-    EVAL_STYLE,
+    PIPELINE_STYLE,
     PromptStyle("llama-index", user=_LLAMA_INDEX_QA, system=_LLAMA_INDEX_SYSTEM),
     PromptStyle("llama-index-paths", user=_LLAMA_INDEX_QA, system=_LLAMA_INDEX_SYSTEM, heading=_FILE_PATH),
     PromptStyle("llama-index-text", user=_LLAMA_INDEX_QA),

@@ -47,7 +47,8 @@ def segments(parts: Sequence[Part], adapter: Adapter) -> list[Segment]:
         parts: of the prompt; the last one is the question.
         adapter: of the packets; chunks without a packet id are text.
     """
-    header, trailer = adapter.header.shape[0], adapter.trailer.shape[0]
+    trailer = adapter.trailer.shape[0]
+    header = adapter.stored_tokens - trailer
     found: list[Segment] = []
     pieces = absorb(parts) if adapter.absorbs else list(parts)
     for number, part in enumerate(pieces):

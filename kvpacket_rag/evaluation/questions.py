@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.datasets.sample import QASample, SourceText
 from kvpacket_rag.datasets.select import cut_documents, select_documents
-from kvpacket_rag.datasets.templates import EVAL_STYLE, STYLES, PromptStyle
+from kvpacket_rag.datasets.templates import PIPELINE_STYLE, STYLES, PromptStyle
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.evaluation.case import Case
 
@@ -38,7 +38,7 @@ class PromptSettings:
     max_chunks: int | None = 10
     chunk_tokens: int | None = 256
     max_new_tokens: int = 32
-    style: str = EVAL_STYLE.name
+    style: str = PIPELINE_STYLE.name
     seed: int = 0
     gold_positions: tuple[int, ...] = ()
 

@@ -139,7 +139,7 @@ class Evaluation:
 
     def _too_long(self, question: Question) -> str:
         """Why a prompt is measured with no method; empty if it fits all of them."""
-        soft = max(variant.adapter.num_tokens if variant.adapter else 0 for variant in self._variants)
+        soft = max(variant.adapter.stored_tokens if variant.adapter else 0 for variant in self._variants)
         needed = len(question.case.ids) + soft * question.num_chunks + question.case.max_new_tokens
         window = self._backbone.context_window
         return f"prompt and answer take {needed} positions of {window}" if needed > window else ""
