@@ -7,6 +7,7 @@ import inspect
 import math
 import re
 import sys
+from collections.abc import Mapping
 from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,7 +16,6 @@ from kvpacket_rag.cli.output import duration, facts, say, show
 from kvpacket_rag.errors import MissingExtraError, TrainingError
 
 if TYPE_CHECKING:
-    from kvpacket_rag.backbone import Backbone
     from kvpacket_rag.training.mixture import Mixture
     from kvpacket_rag.training.recipe import Recipe
     from kvpacket_rag.training.trainer import Report, Trainer
@@ -71,13 +71,14 @@ def run(args: argparse.Namespace) -> None:
     _follow(trainer)
     _draw(args.out)
     progress = trainer.progress
-    figures = ", ".join(f"{name} {value:.4f}" for name, value in progress.figures.items())
+    gap = 1 - progress.best / progress.plain["all"]
     show(
         facts(
             [
                 ("Adapter", str(trainer.best_path)),
                 ("Best step", f"{progress.best_step} of {progress.step}"),
-                ("Validation KL", f"{figures} nats a token"),
+                ("Validation KL", f"{_figures(progress.figures)} nats a token"),
+                ("Plain concatenation", f"{_figures(progress.plain)}; of this gap {gap:.2f} is recovered"),
             ]
         )
     )
@@ -100,10 +101,7 @@ def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
     rows, held_out = _mixtures(args, encoder, shape, recipe.seed)
     validation = [held_out.row(number) for number in range(args.validation)]
     teacher = default_teacher(backbone, recipe, args.teacher or args.out / "teacher")
-    trainer = Trainer(backbone, rows.row, validation, recipe, args.out, rows.describe(), teacher)
-    if not trainer.progress.step:
-        say(_plain(backbone, trainer))
-    return trainer
+    return Trainer(backbone, rows.row, validation, recipe, args.out, rows.describe(), teacher)
 
 
 def _mixtures(args: argparse.Namespace, encoder: Any, shape: Any, seed: int) -> tuple[Mixture, Mixture]:
@@ -121,11 +119,6 @@ def _mixtures(args: argparse.Namespace, encoder: Any, shape: Any, seed: int) -> 
     return Mixture(encoder, train, shape, seed, args.pool), Mixture(encoder, held_out, shape, seed + 1)
 
 
-def _plain(backbone: Backbone, trainer: Trainer) -> str:
-    figures = trainer.plain()
-    return "plain concatenation: KL " + ", ".join(f"{name} {value:.4f}" for name, value in figures.items())
-
-
 def _follow(trainer: Trainer) -> None:
     from tqdm import tqdm
 
@@ -135,6 +128,8 @@ def _follow(trainer: Trainer) -> None:
             bar.update(report.step - bar.n)
             best = f"{trainer.progress.best:.4f}"
             bar.set_postfix_str(f"loss {report.loss:.4f}, validation KL {best}", refresh=False)
+            if not report.step:
+                say("plain concatenation: KL " + _figures(trainer.progress.plain))
             if report.validation or (not drawn and report.step % _LINE_STEPS == 0):
                 say(_line(report))
 
@@ -154,8 +149,12 @@ def _line(report: Report) -> str:
     if not math.isnan(report.loss):
         parts.append(f"loss {report.loss:.4f}, {duration(report.seconds_left)} left")
     if report.validation:
-        parts.append("validation KL " + ", ".join(f"{name} {kl:.4f}" for name, kl in report.validation.items()))
+        parts.append(f"validation KL {_figures(report.validation)}")
     return "; ".join(parts)
+
+
+def _figures(by_name: Mapping[str, float]) -> str:
+    return ", ".join(f"{name} {value:.4f}" for name, value in by_name.items())
 
 
 def _parse_settings(entries: list[str], *kinds: type) -> dict[type, dict[str, Any]]:

@@ -60,7 +60,9 @@ def _report(model: str, adapter: Adapter, verdict: Verdict) -> str:
     ]
     if figures := adapter.metadata.get("validation_kl"):
         by_domain = ", ".join(f"{name} {value:.3f}" for name, value in json.loads(figures).items())
-        about.append(("Its validation", f"KL in nats a token: {by_domain}"))
+        plain = json.loads(adapter.metadata.get("plain_kl", "{}")).get("all")
+        beside = f"; plain concatenation: all {plain:.3f}" if plain else ""
+        about.append(("Its validation", f"KL in nats a token: {by_domain}{beside}"))
     heading = f"Probe set, {verdict.tokens} answer tokens"
     body = table([heading, "KL, nats a token", "agreement"], rows)
     return f"{facts(about)}\n\n{body}\n\nRecovered gap {verdict.recovered_gap:.2f}\nVerdict: {verdict.sentence}"

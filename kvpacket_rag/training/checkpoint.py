@@ -28,6 +28,7 @@ class Progress:
         best_step: when it was measured.
         stale: validations since then.
         figures: of the best validation, by name.
+        plain: the same of plain concatenation, which is what training has to bring down.
     """
 
     step: int = 0
@@ -35,6 +36,7 @@ class Progress:
     best_step: int = 0
     stale: int = 0
     figures: dict[str, float] = field(default_factory=dict)
+    plain: dict[str, float] = field(default_factory=dict)
 
 
 def save_state(path: Path, recipe: str, progress: Progress, adapter: Adapter, optimiser: torch.optim.Optimizer) -> None:

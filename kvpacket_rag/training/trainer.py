@@ -97,11 +97,6 @@ class Trainer:
         """The adapter with the lowest validation KL so far."""
         return self.folder / "adapter.safetensors"
 
-    def plain(self) -> dict[str, float]:
-        """KL of plain concatenation on the held-out rows: what training has to bring down."""
-        bare = Adapter.empty(self.backbone.hidden_size)
-        return validate(self.backbone, bare, self._validation, self._teacher, self._workers)
-
     def run(self) -> Iterator[Report]:
         """Train to the last step, or until validation stops improving; a report after every step.
 
@@ -110,6 +105,8 @@ class Trainer:
         """
         started, first = time.monotonic(), self.progress.step
         if not first:
+            bare = Adapter.empty(self.backbone.hidden_size)
+            self.progress.plain = validate(self.backbone, bare, self._validation, self._teacher, self._workers)
             report = Report(0, math.nan, self._validate(), math.nan)
             self._log(report)
             yield report
@@ -206,6 +203,7 @@ class Trainer:
             "data": self._data,
             "step": str(progress.step),
             "validation_kl": json.dumps(progress.figures),
+            "plain_kl": json.dumps(progress.plain),
         } | self.adapter.metadata
         parts = Adapter(
             self.adapter.header, self.adapter.trailer, about, deep=self.adapter.deep, low_rank=self.adapter.low_rank
@@ -225,6 +223,7 @@ class Trainer:
         line: dict[str, Any] = {"step": report.step, "loss": report.loss if report.step else None, "time": time.time()}
         if report.validation:
             line |= {"validation_kl": report.validation["all"], "domains": report.validation}
+            line["plain_kl"] = self.progress.plain["all"]
         with (self.folder / "log.jsonl").open("a") as file:
             file.write(json.dumps(line) + "\n")
 
