@@ -24,7 +24,15 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "separators read": {"separators": "read"},
     "from the template": {"start": "tokens"},
 }
-SMALL: dict[str, Any] = {"header": 3, "trailer": 2, "rank": 2, "batch_rows": 2, "steps": 6, "validate_every": 2}
+SMALL: dict[str, Any] = {
+    "header": 3,
+    "trailer": 2,
+    "keep_header": True,
+    "rank": 2,
+    "batch_rows": 2,
+    "steps": 6,
+    "validate_every": 2,
+}
 
 
 def chat(question: str, chunks: list[str]) -> list[Message]:
