@@ -139,6 +139,29 @@ def test_a_loss_that_is_no_number_stops_the_run_and_keeps_the_last_good_state(
     assert again.progress.step == 3 and _same(_values(again.adapter), good)
 
 
+def test_a_gradient_that_is_no_number_never_reaches_the_adapter(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def odd(logits: torch.Tensor, *_: Any) -> torch.Tensor:
+        return (logits * 0).sum(-1).sqrt()  # finite, and of infinite slope
+
+    trainer = _trainer(backbone, tmp_path, header=0, trailer=0)
+    good = _values(trainer.adapter)
+    monkeypatch.setattr(trainer_module, "loss_per_token", odd)
+    with pytest.raises(TrainingError, match="its gradient is not a number in step 1"):
+        list(trainer.run())
+    assert _same(_values(trainer.adapter), good)
+
+
+def test_two_runs_do_not_share_a_folder(backbone: Backbone, tmp_path: Path) -> None:
+    first = _trainer(backbone, tmp_path).run()
+    next(first)
+    with pytest.raises(TrainingError, match="another run is at work"):
+        next(_trainer(backbone, tmp_path).run())
+    first.close()
+    assert len(list(_trainer(backbone, tmp_path).run())) >= 6
+
+
 @pytest.mark.parametrize("change", [{"lr": 0.5}, {"rank": 3}, {"seed": 1}])
 def test_a_folder_with_another_run_is_refused(change: dict[str, Any], backbone: Backbone, tmp_path: Path) -> None:
     list(_trainer(backbone, tmp_path, steps=1).run())

@@ -6,12 +6,13 @@ import json
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from filelock import FileLock, Timeout
 from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
@@ -101,8 +102,25 @@ class Trainer:
         """Train to the last step, or until validation stops improving; a report after every step.
 
         Raises:
-            TrainingError: the loss is not a number any more; the last good state is kept.
+            TrainingError: the loss is not a number any more, and the last good state is kept; or another run is
+                at work in the folder.
         """
+        with self._alone():
+            yield from self._run()
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """Keep other runs out of the folder."""
+        lock = FileLock(self.folder / ".lock", timeout=0)
+        try:
+            with nullcontext() if self._workers.number else lock:
+                yield
+        except Timeout as error:
+            raise TrainingError(
+                f"another run is at work in {self.folder}; wait for it, or name another folder"
+            ) from error
+
+    def _run(self) -> Iterator[Report]:
         started, first = time.monotonic(), self.progress.step
         if not first:
             bare = Adapter.empty(self.backbone.hidden_size)
@@ -139,10 +157,12 @@ class Trainer:
         for rows, wanted in _packed(batch, targets, recipe.forward_tokens):
             total += self._backward(rows, wanted, count)
         loss_value = float(self._workers.sum(total))
-        if not math.isfinite(loss_value):
+        if not math.isfinite(loss_value + self._gather()):
             self._stop_on_nan(step, batch)
         self._is_whole = False  # what is stopped within an update goes on from the state before it
-        self._update(step)
+        for group in self._optimiser.param_groups:
+            group["lr"] = group["full_lr"] * recipe.rate(step)
+        self._optimiser.step()
         self.progress.step += 1
         self._is_whole = True
         return loss_value
@@ -164,20 +184,21 @@ class Trainer:
             total.backward()
         return total.detach()
 
-    def _update(self, step: int) -> None:
+    def _gather(self) -> float:
+        """Sum gradients over the processes and clip them, each part by itself; the sum of their norms."""
+        norms = torch.zeros((), device=self.backbone.device)
         for group in self._optimiser.param_groups:
-            group["lr"] = group["full_lr"] * self.recipe.rate(step)
             for parameter in group["params"]:
                 gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
                 parameter.grad = self._workers.sum(gradient)
-            torch.nn.utils.clip_grad_norm_(group["params"], self.recipe.clip)
-        self._optimiser.step()
+            norms += torch.nn.utils.clip_grad_norm_(group["params"], self.recipe.clip)
+        return float(norms)
 
     def _stop_on_nan(self, step: int, batch: Sequence[Row]) -> None:
         domains = ", ".join(sorted({row.domain for row in batch}))
         raise TrainingError(
-            f"the loss is not a number in step {step + 1} (data: {domains}); the state before that step is kept in "
-            f"{self.folder}; lower lr, or train in float32"
+            f"the loss or its gradient is not a number in step {step + 1} (data: {domains}); the state before that "
+            f"step is kept in {self.folder}; lower lr, or train in float32"
         )
 
     @torch.no_grad()
