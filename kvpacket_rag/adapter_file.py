@@ -19,9 +19,16 @@ _FORMAT = "kvpacket-adapter-1"
 
 
 def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: str | Path) -> None:
-    """Write one safetensors file, with the metadata in its header."""
+    """Write one safetensors file, with the metadata in its header.
+
+    Raises:
+        AdapterError: it cannot be written.
+    """
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    save_file(held, path, metadata={"format": _FORMAT, "about": json.dumps(dict(metadata), sort_keys=True)})
+    try:
+        save_file(held, path, metadata={"format": _FORMAT, "about": json.dumps(dict(metadata), sort_keys=True)})
+    except (OSError, SafetensorError) as error:
+        raise AdapterError(f"cannot write the adapter {path}: {error}; make room or name another place") from error
 
 
 def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

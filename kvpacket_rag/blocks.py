@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ class _Blocks:
     places: Tensor
 
 
-_active: ContextVar[_Blocks] = ContextVar("blocks")
+_active: dict[int, _Blocks] = {}  # by the identity of a config; a backward pass may look from another thread
 
 
 def text_tokens(length: int, packets: Sequence[slice], device: torch.device) -> Tensor:
@@ -53,6 +52,8 @@ def attends_by_blocks(model: PreTrainedModel) -> bool:
 def block_attention(model: PreTrainedModel, packets: Sequence[slice], text: Tensor) -> Iterator[None]:
     """Within it, forwards of one row attend by blocks; the mask they are given is that of ``text`` alone.
 
+    Hold the model's lock all the while.
+
     Args:
         model: see :func:`attends_by_blocks`.
         packets: of the row.
@@ -60,15 +61,16 @@ def block_attention(model: PreTrainedModel, packets: Sequence[slice], text: Tens
     """
     order = torch.cat([*(torch.arange(p.start, p.stop, device=text.device) for p in packets), text])
     configs = _configs(model)
-    token = _active.set(_Blocks(tuple(packets), text, order.argsort()))
+    blocks = _Blocks(tuple(packets), text, order.argsort())
     try:
         for config in configs:
+            _active[id(config)] = blocks
             config._attn_implementation = _NAME
         yield
     finally:
         for config in configs:
             config._attn_implementation = "sdpa"
-        _active.reset(token)
+            _active.pop(id(config), None)
 
 
 def _configs(model: PreTrainedModel) -> list[Any]:
@@ -93,7 +95,7 @@ def _attend(
         raise UnsupportedModelError(
             "the model's attention adds a bias by position, so packets cannot be trained for it"
         )
-    blocks = _active.get()
+    blocks = _active[id(module.config)]
     groups = query.shape[1] // key.shape[1]
     if groups > 1:  # query head h reads key head h // groups
         key, value = (t.repeat_interleave(groups, dim=1) for t in (key, value))

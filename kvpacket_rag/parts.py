@@ -6,6 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.finder import ChunkFinder
 from kvpacket_rag.packet import Packet
@@ -72,13 +73,19 @@ def absorb(parts: Sequence[Part]) -> list[Part]:
     return [part for part, absorbed in zip(parts, [False, *inside, False], strict=False) if not absorbed]
 
 
-def parts_of(encoder: PacketEncoder, messages: Sequence[Message], chunks: Sequence[str]) -> list[Part]:
+def parts_of(
+    encoder: PacketEncoder,
+    messages: Sequence[Message],
+    chunks: Sequence[str],
+    min_tokens: int = MIN_MATCH_TOKENS,
+) -> list[Part]:
     """A chat in parts, cut at the given chunks, as an engine cuts it that knows these chunks alone.
 
     Args:
         encoder: names the packets.
         messages: hold the chunks' texts.
         chunks: texts with their edges stripped.
+        min_tokens: shorter chunks are read as text, for they occur by chance.
 
     Returns:
         Parts in order, all with their tokens; white space between chunks is a part of its own still.
@@ -91,8 +98,9 @@ def parts_of(encoder: PacketEncoder, messages: Sequence[Message], chunks: Sequen
     tokens: dict[str, list[int]] = {}
     for chunk in chunks:
         name, ids = encoder.identify(chunk)
-        tokens[name] = ids
-        finder.add(name, chunk.strip())
+        if len(ids) >= min_tokens:
+            tokens[name] = ids
+            finder.add(name, chunk.strip())
     tokenizer = encoder.backbone.tokenizer
     known = {name: len(ids) for name, ids in tokens.items()}
     templated = bool(getattr(tokenizer, "chat_template", None))

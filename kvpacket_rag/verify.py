@@ -19,6 +19,7 @@ from kvpacket_rag.datasets.catalogue import open_dataset
 from kvpacket_rag.datasets.templates import PIPELINE_STYLE
 from kvpacket_rag.demo import corpus_folder, questions
 from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.training.objective import Targets, join, kl_per_token
 from kvpacket_rag.training.row import Row, make_row
 from kvpacket_rag.training.student import student_logits
@@ -27,6 +28,7 @@ from kvpacket_rag.training.teacher import Teacher
 _PER_DOMAIN = 6
 _CHUNKS = 5
 _CHUNK_CHARACTERS = 400
+_ANSWER_TOKENS = 32
 FIT_GAP = 0.5  # share of plain concatenation's divergence that an adapter has to remove
 FIT_KL = 0.02  # nats a token that are close enough whatever plain concatenation does
 
@@ -73,8 +75,8 @@ class Verdict:
 
     @property
     def is_fit(self) -> bool:
-        """Whether packets are near enough to full prefill."""
-        return self.packets.kl <= FIT_KL or self.recovered_gap >= FIT_GAP
+        """Whether packets are near enough to full prefill, and no worse than plain concatenation."""
+        return self.packets.kl <= min(FIT_KL, self.plain.kl) or self.recovered_gap >= FIT_GAP
 
     @property
     def sentence(self) -> str:
@@ -102,8 +104,13 @@ def verify(backbone: Backbone, adapter: Adapter) -> Verdict:
         backbone: whose laws were proved when it was loaded.
         adapter: may be empty.
     """
-    rows = list(probe_rows(PacketEncoder(backbone, adapter)))
-    teacher = Teacher(backbone)
+    room = backbone.context_window - _ANSWER_TOKENS
+    rows = [row for row in probe_rows(PacketEncoder(backbone, adapter)) if row.num_tokens <= room]
+    if not rows:
+        raise UnsupportedModelError(
+            f"{backbone.name} has {backbone.context_window} positions, too few for the probe set"
+        )
+    teacher = Teacher(backbone, max_new_tokens=_ANSWER_TOKENS)
     targets = [teacher.answer(row) for row in rows]
     bare = Adapter.empty(backbone.hidden_size)
     as_text = [replace(row, context=tuple(replace(part, packet_id=None) for part in row.context)) for row in rows]

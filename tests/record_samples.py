@@ -30,7 +30,6 @@ def record(**changed: Any) -> Record:
     base: dict[str, Any] = {
         "data": "set",
         "sample_id": "q0",
-        "question_id": "q0",
         "yes_no": False,
         "seed": 0,
         "gold_position": None,
@@ -50,5 +49,5 @@ def record(**changed: Any) -> Record:
         "recompute_ratio": 1.0,
         "bytes_per_token": 0.0,
     } | changed
-    names = ("data", "question_id", "seed", "gold_position", "method")
+    names = ("data", "sample_id", "seed", "gold_position", "method")
     return Record(**{"key": "-".join(str(base[name]) for name in names)} | base)

@@ -14,7 +14,7 @@ from record_samples import record, samples
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
-from kvpacket_rag.errors import DatasetError, MissingExtraError
+from kvpacket_rag.errors import MissingExtraError
 from kvpacket_rag.evaluation import attention, plots
 from kvpacket_rag.evaluation.attention import mass, question_attention, segments
 from kvpacket_rag.evaluation.case import score
@@ -32,7 +32,7 @@ def rows_fixture() -> list[Row]:
     """Two data sets, six methods."""
     return summarise(
         [
-            record(data=data, method=method, question_id=f"q{n}", kl=0.1 * n, recompute_ratio=ratio)
+            record(data=data, method=method, sample_id=f"q{n}", kl=0.1 * n, recompute_ratio=ratio)
             for data in ("one", "two")
             for n in range(3)
             for method, ratio in METHODS.items()
@@ -83,9 +83,14 @@ def test_training_curves_come_from_the_log(drawn: list[Any], tmp_path: Path):
         line.get_label(): (line.get_xdata().tolist(), line.get_ydata().tolist()) for line in drawn[0].axes[0].lines
     }
     assert lines == {"mix: loss": ([1, 2], [0.5, 0.4]), "mix: validation KL": ([0], [0.3])}
-    log.write_text("{")
-    with pytest.raises(DatasetError, match="line 1"):
-        plots.plot_training({"mix": log}, tmp_path / "picture.png")
+
+
+def test_a_line_cut_short_leaves_the_curves_as_they_are(drawn: list[Any], tmp_path: Path):
+    log = tmp_path / "log.jsonl"
+    log.write_text('{"step": 1, "loss": 0.5}\n{"step": 2, "lo')
+    plots.plot_training({"mix": log}, tmp_path / "picture.png")
+    (line,) = drawn[0].axes[0].lines
+    assert line.get_xdata().tolist() == [1]
 
 
 def test_without_matplotlib_the_extra_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):

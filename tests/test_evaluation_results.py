@@ -20,7 +20,7 @@ def records(method: str, kl: list[float], f1: list[float] | None = None, **more:
     """One question each."""
     scores = f1 or [0.5] * len(kl)
     return [
-        record(method=method, question_id=f"q{number}", kl=value, f1=score, **more)
+        record(method=method, sample_id=f"q{number}", kl=value, f1=score, **more)
         for number, (value, score) in enumerate(zip(kl, scores, strict=True))
     ]
 
@@ -58,7 +58,7 @@ def test_a_gap_that_is_not_there_is_not_divided_by():
 
 def test_times_are_medians_over_all_runs_and_repetitions_are_no_questions_of_their_own():
     found = [
-        record(question_id=f"q{number}", seed=seed, ttft_seconds=0.1 + seed + number, f1=float(number == seed))
+        record(sample_id=f"q{number}", seed=seed, ttft_seconds=0.1 + seed + number, f1=float(number == seed))
         for number in range(2)
         for seed in range(3)
     ]
@@ -77,8 +77,8 @@ def test_gaps_compare_the_same_questions_only():
 def test_yes_no_questions_and_places_of_the_supporting_chunk_stand_apart():
     found = summarise(
         [
-            *(record(question_id=f"q{n}", gold_position=place, f1=0.1 * place) for n in range(2) for place in (0, 3)),
-            record(question_id="y", gold_position=0, yes_no=True, f1=1.0),
+            *(record(sample_id=f"q{n}", gold_position=place, f1=0.1 * place) for n in range(2) for place in (0, 3)),
+            record(sample_id="y", gold_position=0, yes_no=True, f1=1.0),
         ]
     )
     assert [(r["data"], r["part"], r["n"]) for r in found] == [

@@ -23,6 +23,7 @@ from kvpacket_rag.evaluation.measure import measure, prefilled, tell
 from kvpacket_rag.evaluation.methods import Bench, parse_method
 from kvpacket_rag.evaluation.questions import PromptSettings, make_questions
 from kvpacket_rag.evaluation.records import RecordFile
+from kvpacket_rag.evaluation.results import summarise
 from kvpacket_rag.evaluation.run import Evaluation, Variant
 
 SETTINGS = PromptSettings(max_chunks=3, chunk_tokens=40, max_new_tokens=8)
@@ -145,23 +146,45 @@ def test_the_supporting_chunk_is_put_where_it_is_asked_for(backbone: Backbone):
         chunks = [part.text for part in question.case.parts if part.packet_id]
         gold = next(d.text for d in question.sample.documents if d.is_supporting)
         assert chunks.index(gold) == question.gold_position and len(chunks) == 3
-    assert swept[0].question_id == swept[1].question_id != swept[2].question_id
 
 
 def test_chunks_are_cut_to_their_budget_and_the_seed_decides_on_the_rest(backbone: Backbone):
-    settings = replace(SETTINGS, chunk_tokens=12)
+    settings = replace(SETTINGS, chunk_tokens=20)
     first, again, other = (
         [part.ids for part in next(make_questions(backbone, samples(1), s)).case.parts if part.packet_id]
         for s in (settings, settings, replace(settings, seed=5))
     )
-    assert first == again != other and all(len(ids or []) <= 12 for ids in first)
+    assert first == again != other and all(len(ids or []) <= 20 for ids in first)
 
 
 def test_prompts_that_do_not_fit_are_left_out_for_all_methods(backbone: Backbone, adapter: Adapter, tmp_path: Path):
-    long = [replace(samples(1)[0], question="Who? " * 2000, sample_id="long"), *samples(1)]
-    found = evaluation(backbone, tmp_path, "full", "packet", adapter=adapter).run("t", long, SETTINGS)
+    huge = replace(samples(1)[0].documents[0], text=CHUNKS[0] * 200)
+    long = [
+        replace(samples(1)[0], question="Who? " * 2000, sample_id="long"),
+        replace(samples(1)[0], documents=(huge,), sample_id="huge"),
+        *samples(1),
+    ]
+    found = evaluation(backbone, tmp_path, "full", "packet", adapter=adapter).run(
+        "t", long, replace(SETTINGS, chunk_tokens=None)
+    )
     assert {r.sample_id for r in found.records} == {"q0"}
-    assert list(found.skipped) == ["long"] and "positions of 2048" in found.skipped["long"]
+    assert list(found.skipped) == ["long", "huge"] and "positions of 2048" in found.skipped["long"]
+    assert "room for 2048" in found.skipped["huge"]
+
+
+def test_samples_with_one_question_count_each(backbone: Backbone, tmp_path: Path):
+    twice = [replace(sample, sample_id=f"s{number}") for number, sample in enumerate(samples(1) * 2)]
+    found = evaluation(backbone, tmp_path, "full", "plain").run("t", twice, SETTINGS)
+    assert [row["n"] for row in summarise(found.records)] == [2, 2]
+
+
+def test_records_with_figures_that_are_none_are_measured_again(tmp_path: Path):
+    path = tmp_path / "records.jsonl"
+    RecordFile(path).append(record(sample_id="good"))
+    line = path.read_text()
+    path.write_text(line + line.replace("0.5", "null").replace("good", "bad") + line.replace("0.5", "NaN"))
+    assert RecordFile(path).find(record(sample_id="bad").key) is None
+    assert RecordFile(path).find(record(sample_id="good").key) is not None
 
 
 def test_wrong_requests_say_what_is_wrong(backbone: Backbone, tmp_path: Path):

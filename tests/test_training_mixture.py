@@ -73,7 +73,33 @@ def test_the_first_question_is_the_samples_own(encoder: PacketEncoder) -> None:
 
 def test_the_mixture_describes_itself(encoder: PacketEncoder) -> None:
     about = json.loads(_mixture(encoder, pool=9).describe())
-    assert about["domains"]["a"] == {"samples": 6, "weight": 3.0} and about["pool"] == 9
+    first, second = about["domains"]
+    assert (first["name"], first["samples"], first["weight"], about["pool"]) == ("a", 6, 3.0, 9)
+    other = Mixture(encoder, [Domain("a", _samples("c"), 3.0)], Shape())
+    assert json.loads(other.describe())["domains"][0]["content"] != first["content"] != second["content"]
+
+
+def test_a_sample_of_which_no_row_can_be_made_is_passed_over(encoder: PacketEncoder) -> None:
+    odd = QASample("odd", f"Why {CHUNKS[0]}?", ("x",), (SourceText("", CHUNKS[0], True),), "a")
+    mixture = Mixture(encoder, [Domain("a", [odd, *_samples("a", 3)])])
+    rows = [mixture.row(number) for number in range(12)]
+    assert all("Why" not in encoder.backbone.decode(list(suffix)) for row in rows for suffix in row.suffixes[:1])
+    with pytest.raises(TrainingError, match="no row could be made of 20 samples, the last of them 'odd' of a"):
+        Mixture(encoder, [Domain("a", [odd])]).row(0)
+
+
+@pytest.mark.parametrize(
+    "shape", [{"max_chunks": 0}, {"questions": 0}, {"min_chunk_tokens": 300}, {"context_tokens": 5}, {"questions": 99}]
+)
+def test_a_shape_no_row_can_have_is_refused(shape: dict[str, int]) -> None:
+    with pytest.raises(TrainingError, match="rows cannot be made in the shape"):
+        Shape(**shape)
+
+
+@pytest.mark.parametrize("weight", [0.0, -1.0, float("nan"), float("inf")])
+def test_a_weight_that_is_no_share_is_refused(weight: float, encoder: PacketEncoder) -> None:
+    with pytest.raises(TrainingError, match="weight above 0"):
+        Mixture(encoder, [Domain("a", _samples("a"), weight)])
 
 
 def test_held_out_samples_are_not_trained_on() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from kvpacket_rag.chat import Message
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.training.recipe import Recipe
 from kvpacket_rag.training.row import Row, make_row
+from kvpacket_rag.training.trainer import Trainer
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "soft": {"rank": 0},
@@ -59,3 +61,17 @@ def touched(recipe: Recipe, backbone: Backbone, seed: int = 0) -> Adapter:
         for parameter in adapter.parameters():
             parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
     return adapter
+
+
+def make_trainer(backbone: Backbone, folder: Path, **settings: Any) -> Trainer:
+    recipe = Recipe(**(SMALL | settings))
+    held_out = [row(backbone, 7), row(backbone, 8)]
+    return Trainer(backbone, lambda number: row(backbone, number), held_out, recipe, folder, "four chunks")
+
+
+def values(adapter: Adapter) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in adapter.named_parameters()}
+
+
+def same(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)

@@ -12,7 +12,13 @@ from typing import TYPE_CHECKING
 from kvpacket_rag.cli.machine import describe
 from kvpacket_rag.cli.options import positive
 from kvpacket_rag.cli.output import count, duration, facts, say, show, table
-from kvpacket_rag.errors import ContextTooLongError, DatasetError, MissingExtraError, UnsupportedModelError
+from kvpacket_rag.errors import (
+    AdapterError,
+    ContextTooLongError,
+    DatasetError,
+    MissingExtraError,
+    UnsupportedModelError,
+)
 
 if TYPE_CHECKING:
     from kvpacket_rag.adapter import Adapter
@@ -191,6 +197,8 @@ def _variants(args: argparse.Namespace, engine: KVPacketEngine) -> list[Variant]
     own = None if engine.encoder.adapter.is_empty else engine.encoder.adapter
     methods = args.methods or [name for name in _DEFAULT_METHODS if own or name != "packet"]
     further = {name: Adapter.load(file) for name, file in args.adapters}
+    if len(further) < len(args.adapters):
+        raise AdapterError("two of --adapters have one name; give each its own")
     for adapter in further.values():
         check_adapter(adapter, engine.backbone)
     return [*(Variant(name, name, own) for name in methods), *adapter_variants(further)]

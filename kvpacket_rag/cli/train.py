@@ -69,7 +69,6 @@ def run(args: argparse.Namespace) -> None:
         return
     trainer = _trainer(args, recipe, shape)
     _follow(trainer)
-    _draw(args.out)
     progress = trainer.progress
     gap = 1 - progress.best / progress.plain["all"]
     show(
@@ -82,6 +81,9 @@ def run(args: argparse.Namespace) -> None:
             ]
         )
     )
+    if gap <= 0:
+        say("this adapter is no better than none; train for more steps, or on more data")
+    _draw(args.out)
 
 
 def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
@@ -111,11 +113,11 @@ def _mixtures(args: argparse.Namespace, encoder: Any, shape: Any, seed: int) -> 
 
     data = []
     for entry in args.data:
-        name, _, weight = entry.partition("=")
+        name, weight = _weighted(entry)
         generated = name.partition(":")[0] in GENERATED
         samples = open_dataset(name, "train", seed=seed, limit=args.samples if generated else None)
-        data.append((samples, _number(weight or "1", entry)))
-    train, held_out = hold_out(data)
+        data.append((samples, weight))
+    train, held_out = hold_out(data, seed=seed)
     return Mixture(encoder, train, shape, seed, args.pool), Mixture(encoder, held_out, shape, seed + 1)
 
 
@@ -185,9 +187,13 @@ def _typed(value: str, kind: type, entry: str) -> Any:
     raise TrainingError(f"--set {entry}: expected a value of type {kind.__name__}")
 
 
-def _number(text: str, entry: str) -> float:
+def _weighted(entry: str) -> tuple[str, float]:
+    """``NAME=WEIGHT`` apart; the weight is 1 where there is none, and a path may hold a ``=`` of its own."""
+    name, _, weight = entry.rpartition("=")
+    if not name or Path(entry).exists():
+        return entry, 1.0
     try:
-        return float(text)
+        return name, float(weight)
     except ValueError:
         raise TrainingError(f"--data {entry}: expected a number behind '='") from None
 

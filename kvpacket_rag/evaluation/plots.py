@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from kvpacket_rag.errors import DatasetError, MissingExtraError
+from kvpacket_rag.errors import MissingExtraError
 from kvpacket_rag.evaluation.results import NONE, WHOLE, Row
 
 if TYPE_CHECKING:
@@ -125,9 +125,6 @@ def plot_training(logs: Mapping[str, Path], path: Path) -> None:
     Args:
         logs: name to JSON Lines file; lines hold ``step`` and ``loss``, ``validation_kl`` or both.
         path: of the picture.
-
-    Raises:
-        DatasetError: a log holds something else.
     """
     figure = new_figure(1.6 * _PANEL_INCHES[0], 1.2 * _PANEL_INCHES[1])
     axis = figure.subplots()
@@ -147,12 +144,13 @@ def plot_training(logs: Mapping[str, Path], path: Path) -> None:
 
 
 def _read_log(path: Path) -> list[dict[str, Any]]:
+    """Its entries; a line that was cut short when a run was stopped is left out."""
     entries = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for line in path.read_text(encoding="utf-8").splitlines():
         try:
-            entry = json.loads(line) if line.strip() else None
-        except ValueError as error:
-            raise DatasetError(f"{path}, line {number}: not JSON: {error}") from error
+            entry = json.loads(line)
+        except ValueError:
+            continue
         if isinstance(entry, dict) and "step" in entry:
             entries.append(entry)
     return entries

@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.datasets.sample import QASample, SourceText
 from kvpacket_rag.datasets.select import cut_documents, select_documents
 from kvpacket_rag.datasets.templates import PIPELINE_STYLE, STYLES, PromptStyle
-from kvpacket_rag.errors import PromptError
+from kvpacket_rag.errors import DocumentError, PromptError
 from kvpacket_rag.evaluation.case import Case
-
-_ID_LETTERS = 16
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,27 +65,39 @@ class Question:
     num_chunks: int
     case: Case
 
-    @property
-    def question_id(self) -> str:
-        """Equal for equal questions and answers, in hex."""
-        text = json.dumps([self.sample.question, self.sample.answers])
-        return hashlib.sha256(text.encode()).hexdigest()[:_ID_LETTERS]
 
-
-def make_questions(backbone: Backbone, samples: Sequence[QASample], settings: PromptSettings) -> Iterator[Question]:
+def make_questions(
+    backbone: Backbone,
+    samples: Sequence[QASample],
+    settings: PromptSettings,
+    on_skip: Callable[[str, str], None] | None = None,
+) -> Iterator[Question]:
     """Prompts of samples, in their order, with every place of the supporting chunk that is asked for and exists.
 
     Which distractors stand in which order depends on the seed and the sample alone.
 
+    Args:
+        backbone: whose tokenizer and template are used.
+        samples: to make prompts of.
+        settings: of the prompts.
+        on_skip: told the id of a sample with a chunk that cannot be used, and why; without it that is an error.
+
     Raises:
         DatasetError: a setting is out of its range.
+        DocumentError: a chunk holds more than the model's window.
         PromptError: the model's chat template refuses the prompt.
     """
     for sample in samples:
         for place in settings.gold_positions or (None,):
             documents = _documents(sample, settings, place)
-            if documents:
+            if not documents:
+                continue
+            try:
                 yield _question(backbone, sample, documents, settings, place)
+            except DocumentError as error:
+                if on_skip is None:
+                    raise
+                on_skip(sample.sample_id, str(error))
 
 
 def _documents(sample: QASample, settings: PromptSettings, place: int | None) -> list[SourceText]:

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
+from kvpacket_rag.errors import StoreError
 from kvpacket_rag.evaluation.measure import Measurement
+
+_FIGURES = [field.name for field in fields(Measurement) if field.name != "answer"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -18,7 +22,6 @@ class Record(Measurement):
         key: digest of all that the figures depend on.
         data: name of the data set.
         sample_id: of the question in it.
-        question_id: equal for equal questions, whatever the chunks around them.
         yes_no: the answer is yes or no.
         seed: of distractors and order.
         gold_position: place of the first supporting chunk if it was set, else None.
@@ -30,7 +33,6 @@ class Record(Measurement):
     key: str
     data: str
     sample_id: str
-    question_id: str
     yes_no: bool
     seed: int
     gold_position: int | None
@@ -58,9 +60,15 @@ class RecordFile:
     def append(self, record: Record) -> None:
         """Add a record; it is in the hands of the system when this returns."""
         line = json.dumps(asdict(record), ensure_ascii=False) + "\n"
-        self._path.parent.mkdir(parents=True, exist_ok=True)
-        with self._path.open("a", encoding="utf-8") as file:
-            file.write(line if self._ends_in_a_line else "\n" + line)
+        try:
+            self._path.parent.mkdir(parents=True, exist_ok=True)
+            with self._path.open("a", encoding="utf-8") as file:
+                file.write(line if self._ends_in_a_line else "\n" + line)
+        except OSError as error:
+            self._ends_in_a_line = False
+            raise StoreError(
+                f"cannot write to {self._path}: {error}; make room, and the run goes on from here"
+            ) from error
         self._ends_in_a_line = True
         self._known[record.key] = record
 
@@ -75,8 +83,12 @@ def _read(path: Path) -> Iterator[Record]:
             found = json.loads(line)
         except ValueError:
             continue
-        if isinstance(found, dict) and found.keys() == names:
+        if isinstance(found, dict) and found.keys() == names and all(map(_is_figure, map(found.get, _FIGURES))):
             yield Record(**found)
+
+
+def _is_figure(value: object) -> bool:
+    return isinstance(value, int | float) and math.isfinite(value)
 
 
 def _ends_in_a_line(path: Path) -> bool:

@@ -27,7 +27,7 @@ WHOLE, YES_NO, MEAN = "all", "yes/no", "mean"  # parts of a data set; places of 
 _MEANS = ("f1", "em", "contains", "kl", "agreement", "flops", "recompute_ratio", "bytes_per_token")
 _SECONDS = ("ttft_seconds", "load_seconds", "assemble_seconds")
 _SCORES = ("f1", "em", "contains")
-_Unit = tuple[str, int, int | None]  # question, seed, place of the supporting chunk
+_Unit = tuple[str, int, int | None]  # sample, seed, place of the supporting chunk
 _Measured = dict[_Unit, Record]
 _OVER_SETS = ("f1", "em", "contains", "kl", "agreement", "f1_minus_full", "recovered_gap")
 
@@ -86,7 +86,7 @@ def _groups(records: Iterable[Record]) -> dict[tuple[str, str], list[Record]]:
 def _by_method(records: Iterable[Record]) -> dict[str, _Measured]:
     found: dict[str, _Measured] = {}
     for record in records:
-        unit = (record.question_id, record.seed, record.gold_position)
+        unit = (record.sample_id, record.seed, record.gold_position)
         found.setdefault(record.method, {})[unit] = record
     return found
 

@@ -20,7 +20,7 @@ from kvpacket_rag.evaluation.methods import Bench, parse_method
 from kvpacket_rag.evaluation.questions import PromptSettings, Question, make_questions
 from kvpacket_rag.evaluation.records import Record, RecordFile
 
-_VERSION = 1  # of what a record means; raise it when measuring changes
+_VERSION = 2  # of what a record means; raise it when measuring changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +121,7 @@ class Evaluation:
         found = Outcome()
         started, measured = time.monotonic(), 0
         total = len(samples) * max(1, len(settings.gold_positions))
-        for done, question in enumerate(make_questions(self._backbone, samples, settings), start=1):
+        for done, question in enumerate(self._questions(samples, settings, found), start=1):
             reason = self._too_long(question)
             if reason:
                 found.skipped[question.sample.sample_id] = reason
@@ -136,6 +136,9 @@ class Evaluation:
             if progress is not None:
                 progress(RunProgress(data, done, total, measured, time.monotonic() - started))
         return found
+
+    def _questions(self, samples: Sequence[QASample], settings: PromptSettings, found: Outcome) -> Iterator[Question]:
+        return make_questions(self._backbone, samples, settings, found.skipped.__setitem__)
 
     def _too_long(self, question: Question) -> str:
         """Why a prompt is measured with no method; empty if it fits all of them."""
@@ -190,7 +193,6 @@ def _about(data: str, question: Question, seed: int) -> dict[str, Any]:
     return {
         "data": data,
         "sample_id": question.sample.sample_id,
-        "question_id": question.question_id,
         "yes_no": question.sample.is_yes_no,
         "seed": seed,
         "gold_position": question.gold_position,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -31,7 +32,7 @@ class AnswersFolder:
         try:
             tensors = load(self._path(name).read_bytes())
             numbers = range(sum(key.endswith(".answer") for key in tensors))
-            return [
+            answers = [
                 Targets(
                     tensors[f"{n}.answer"].long(),
                     tensors[f"{n}.top_ids"].long(),
@@ -40,6 +41,7 @@ class AnswersFolder:
                 )
                 for n in numbers
             ]
+            return answers or None
         except (OSError, SafetensorError, KeyError):
             return None
 
@@ -60,7 +62,8 @@ class AnswersFolder:
             half.write_bytes(save(tensors))
             half.replace(path)
         except OSError as error:
-            half.unlink(missing_ok=True)
+            with suppress(OSError):
+                half.unlink(missing_ok=True)
             self._writes = False
             logger.warning(
                 "the teacher's answers are not remembered any more: %s; training goes on, and a later run will "

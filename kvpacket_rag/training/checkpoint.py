@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -63,7 +64,8 @@ def save_state(path: Path, recipe: str, progress: Progress, adapter: Adapter, op
             os.fsync(file.fileno())
         half.replace(path)
     except OSError as error:
-        half.unlink(missing_ok=True)
+        with suppress(OSError):
+            half.unlink(missing_ok=True)
         raise TrainingError(
             f"cannot write the state of the training to {path}: {error}; "
             "make room and start again, it goes on from the last state written"

@@ -7,7 +7,9 @@ Every row follows from a seed and its number alone.
 
 from __future__ import annotations
 
+import hashlib
 import json
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -16,8 +18,11 @@ from kvpacket_rag.datasets.sample import QASample, SourceText
 from kvpacket_rag.datasets.select import cut_documents, select_documents
 from kvpacket_rag.datasets.templates import QUESTIONS, STYLES
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import TrainingError
+from kvpacket_rag.errors import DocumentError, PromptError, TrainingError
 from kvpacket_rag.training.row import Row, make_row
+
+_ATTEMPTS = 20  # to make a row of another sample when one cannot be used
+_ROOM = 64  # positions for soft tokens and answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,6 +58,14 @@ class Shape:
     context_tokens: int = 560
     questions: int = 3
 
+    def __post_init__(self) -> None:
+        fits = 1 <= self.min_chunk_tokens <= self.max_chunk_tokens and self.context_tokens >= self.min_chunk_tokens
+        if not (fits and self.max_chunks >= 1 and 1 <= self.questions <= len(QUESTIONS) + 1):
+            raise TrainingError(
+                f"rows cannot be made in the shape {asdict(self)}; expected max_chunks of 1 or more, 1 to "
+                f"{len(QUESTIONS) + 1} questions, and min_chunk_tokens up to both max_chunk_tokens and context_tokens"
+            )
+
 
 class Mixture:
     """Endless rows by number.
@@ -73,26 +86,50 @@ class Mixture:
         seed: int = 0,
         pool: int = 0,
     ) -> None:
-        empty = [domain.name for domain in domains if not domain.samples or domain.weight <= 0]
+        empty = [d.name for d in domains if not d.samples or not 0 < d.weight < math.inf]
         if empty or not domains:
             raise TrainingError(
                 f"nothing to draw from: {', '.join(empty) or 'no domains'}; give samples and a weight above 0"
             )
         self._encoder, self._domains = encoder, list(domains)
+        if pool < 0:
+            raise TrainingError(f"pool is {pool}; give the number of different rows, or 0 for no limit")
         self._shape, self._seed, self._pool = shape or Shape(), seed, pool
 
     def describe(self) -> str:
         """What the rows are made of, as JSON."""
-        domains = {d.name: {"samples": len(d.samples), "weight": d.weight} for d in self._domains}
+        domains = [
+            {"name": d.name, "samples": len(d.samples), "weight": d.weight, "content": _digest(d.samples)[:12]}
+            for d in self._domains
+        ]
         return json.dumps({"domains": domains, "shape": asdict(self._shape), "seed": self._seed, "pool": self._pool})
 
     def row(self, number: int) -> Row:
-        """The row of that number."""
+        """The row of that number; a sample of which none can be made is passed over.
+
+        Raises:
+            TrainingError: no sample that was drawn gives a row that the model has room for.
+        """
         if self._pool:
             number %= self._pool
-        rng = random.Random(f"{self._seed}/{number}")
-        (domain,) = rng.choices(self._domains, [d.weight for d in self._domains])
-        sample = rng.choice(domain.samples)
+        for attempt in range(_ATTEMPTS):
+            rng = random.Random(f"{self._seed}/{number}/{attempt}" if attempt else f"{self._seed}/{number}")
+            (domain,) = rng.choices(self._domains, [d.weight for d in self._domains])
+            sample = rng.choice(domain.samples)
+            try:
+                row = self._make(domain.name, sample, rng)
+                longest = len(row.context_ids) + max(map(len, row.suffixes)) + _ROOM
+                if longest <= self._encoder.backbone.context_window:
+                    return row
+                reason = f"it takes {longest} positions of {self._encoder.backbone.context_window}"
+            except (PromptError, DocumentError) as error:
+                reason = str(error)
+        raise TrainingError(
+            f"no row could be made of {_ATTEMPTS} samples, the last of them {sample.sample_id!r} of {domain.name}: "
+            f"{reason}; lower context_tokens or max_chunks, or look at the data"
+        )
+
+    def _make(self, name: str, sample: QASample, rng: random.Random) -> Row:
         documents, texts = self._chunks(sample, rng)
         style = rng.choice(STYLES)
         titles = [document.title for document in documents]
@@ -101,7 +138,7 @@ class Mixture:
             titles = []
         questions = self._questions(sample, documents, rng)
         chats = [style.messages(texts, question, titles) for question in questions]
-        return make_row(self._encoder, chats, texts, domain.name)
+        return make_row(self._encoder, chats, texts, name)
 
     def _chunks(self, sample: QASample, rng: random.Random) -> tuple[list[SourceText], list[str]]:
         shape = self._shape
@@ -120,12 +157,21 @@ class Mixture:
         return [sample.question, *(question.format(title=rng.choice(titled)) for question in more)]
 
 
-def hold_out(data: Sequence[tuple[Sequence[QASample], float]], share: float = 0.1) -> tuple[list[Domain], list[Domain]]:
+def _digest(samples: Sequence[QASample]) -> str:
+    """SHA-256 over questions, answers and documents, in hex."""
+    content = [[s.question, s.answers, [(d.title, d.text, d.is_supporting) for d in s.documents]] for s in samples]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def hold_out(
+    data: Sequence[tuple[Sequence[QASample], float]], share: float = 0.1, seed: int = 0
+) -> tuple[list[Domain], list[Domain]]:
     """Domains to train on and domains to validate on, of the same weights and without a common sample.
 
     Args:
-        data: samples, in random order, and weight of each domain.
+        data: samples and weight of each domain.
         share: of the samples that is held out, at least one.
+        seed: decides which.
 
     Raises:
         TrainingError: a domain has fewer than two samples.
@@ -135,7 +181,7 @@ def hold_out(data: Sequence[tuple[Sequence[QASample], float]], share: float = 0.
         count = max(1, round(share * len(samples)))
         if len(samples) <= count:
             raise TrainingError(f"a data set has {len(samples)} samples; training and validation need two at least")
-        name = samples[0].domain
-        held_out.append(Domain(name, samples[:count], weight))
-        train.append(Domain(name, samples[count:], weight))
+        mixed = random.Random(seed).sample(samples, len(samples))
+        held_out.append(Domain(mixed[0].domain, mixed[:count], weight))
+        train.append(Domain(mixed[0].domain, mixed[count:], weight))
     return train, held_out

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -79,6 +80,7 @@ class Recipe:
             n for n in ("steps", "batch_rows", "forward_tokens", "validate_every", "patience") if getattr(self, n) < 1
         ]
         wrong += [n for n in ("header", "trailer", "rank", "hidden_weight", "ce_weight") if getattr(self, n) < 0]
+        wrong += [n for n in ("lr", "deep_lr", "low_rank_lr", "clip") if not 0 < getattr(self, n) < math.inf]
         if self.start not in ("normal", "tokens"):
             wrong.append("start")
         if self.separators not in ("absorbed", "read"):
@@ -116,6 +118,8 @@ class Recipe:
 
     def _from_template(self, soft: Adapter, backbone: Backbone) -> Adapter:
         """Soft tokens that start as what the model reads first in a chat, repeated as often as needed."""
+        if not getattr(backbone.tokenizer, "chat_template", None):
+            raise TrainingError(f"{backbone.name} has no chat template to start from; use start='normal'")
         messages = [{"role": "system", "content": "Read the following text."}, {"role": "user", "content": "\n"}]
         text = str(backbone.tokenizer.apply_chat_template(messages, tokenize=False))
         ids = backbone.token_ids(text, plain=False)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import time
@@ -21,11 +22,12 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import TrainingError
 from kvpacket_rag.training.checkpoint import Progress, load_state, save_state
 from kvpacket_rag.training.hidden import captured, middle_layer
-from kvpacket_rag.training.objective import Targets, hidden_error, join, kl_per_token, loss_per_token
+from kvpacket_rag.training.objective import Targets, hidden_error, join, loss_per_token
 from kvpacket_rag.training.recipe import Recipe
 from kvpacket_rag.training.row import Row
 from kvpacket_rag.training.student import student_logits
 from kvpacket_rag.training.teacher import Teacher
+from kvpacket_rag.training.validation import validate
 from kvpacket_rag.training.workers import Workers
 
 _SAVE_SECONDS = 120.0
@@ -85,13 +87,12 @@ class Trainer:
         self.adapter = recipe.build(backbone)
         groups = recipe.parameter_groups(self.adapter, backbone)
         self._optimiser = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, weight_decay=0.0)
-        self._identity = json.dumps(
-            recipe.to_dict() | {"data": data, "weights": backbone.weights_fingerprint, "dtype": str(backbone.dtype)}
-        )
-        saved = load_state(folder / "state.safetensors", self._identity, self.adapter, self._optimiser)
-        self.progress = saved or Progress()
+        about = {"data": data, "validation": _digest(validation), "weights": backbone.weights_fingerprint}
+        self._identity = json.dumps(recipe.to_dict() | about | {"dtype": str(backbone.dtype)})
+        self.progress = Progress()
+        self._load()
         self._saved_at = time.monotonic()
-        self._is_whole = True
+        self._is_whole = False  # nothing is saved before the first step is done
 
     @property
     def best_path(self) -> Path:
@@ -106,6 +107,7 @@ class Trainer:
                 at work in the folder.
         """
         with self._alone():
+            self._load()  # again, for another run may have been at work until now
             yield from self._run()
 
     @contextmanager
@@ -135,6 +137,7 @@ class Trainer:
                 validation = {}
                 if done % self.recipe.validate_every == 0 or done == self.recipe.steps:
                     validation = self._validate()
+                self._is_whole = True
                 pace = (time.monotonic() - started) / (done - first)
                 report = Report(done, loss, validation, pace * (self.recipe.steps - done))
                 self._log(report)
@@ -159,12 +162,11 @@ class Trainer:
         loss_value = float(self._workers.sum(total))
         if not math.isfinite(loss_value + self._gather()):
             self._stop_on_nan(step, batch)
-        self._is_whole = False  # what is stopped within an update goes on from the state before it
+        self._is_whole = False  # what is stopped from here to the end of a validation goes on from the last state
         for group in self._optimiser.param_groups:
             group["lr"] = group["full_lr"] * recipe.rate(step)
         self._optimiser.step()
         self.progress.step += 1
-        self._is_whole = True
         return loss_value
 
     def _backward(self, rows: Sequence[Row], targets: Sequence[Sequence[Targets]], count: Tensor) -> Tensor:
@@ -198,22 +200,23 @@ class Trainer:
         domains = ", ".join(sorted({row.domain for row in batch}))
         raise TrainingError(
             f"the loss or its gradient is not a number in step {step + 1} (data: {domains}); the state before that "
-            f"step is kept in {self.folder}; lower lr, or train in float32"
+            f"step is kept in {self.folder}. Start again in another folder with lower rates, or the model in float32"
         )
 
     @torch.no_grad()
     def _validate(self) -> dict[str, float]:
         found = validate(self.backbone, self.adapter, self._validation, self._teacher, self._workers)
         progress = self.progress
-        progress.stale += 1
         if found["all"] < progress.best:
+            if not self._workers.number:
+                self._save_best(found)
             progress.best, progress.best_step, progress.stale = found["all"], progress.step, 0
             progress.figures = found
-            if not self._workers.number:
-                self._save_best()
+        else:
+            progress.stale += 1
         return found
 
-    def _save_best(self) -> None:
+    def _save_best(self, figures: dict[str, float]) -> None:
         backbone, progress = self.backbone, self.progress
         about = {
             "model": backbone.name,
@@ -223,7 +226,7 @@ class Trainer:
             "recipe": json.dumps(self.recipe.to_dict()),
             "data": self._data,
             "step": str(progress.step),
-            "validation_kl": json.dumps(progress.figures),
+            "validation_kl": json.dumps(figures),
             "plain_kl": json.dumps(progress.plain),
         } | self.adapter.metadata
         parts = Adapter(
@@ -232,6 +235,24 @@ class Trainer:
         half = self.best_path.with_suffix(".half")
         parts.save(half)
         half.replace(self.best_path)
+
+    def _load(self) -> None:
+        """Go on from the saved state, if there is one.
+
+        Raises:
+            TrainingError: it belongs to another run, or the best adapter is not beside it any more.
+        """
+        found = load_state(self.folder / "state.safetensors", self._identity, self.adapter, self._optimiser)
+        if found is None:
+            return
+        self.progress = found
+        best = Adapter.load(self.best_path).metadata.get("step") if self.best_path.is_file() else "no file"
+        if best != "no file" and int(best or 0) >= found.best_step:
+            return  # it may be of a later step than the state, which then comes to it again
+        raise TrainingError(
+            f"{self.best_path} should be the adapter of step {found.best_step} and is {best}; put it back, or remove "
+            f"{self.folder / 'state.safetensors'} to train anew"
+        )
 
     def _save(self) -> None:
         if not self._workers.number:
@@ -245,8 +266,13 @@ class Trainer:
         if report.validation:
             line |= {"validation_kl": report.validation["all"], "domains": report.validation}
             line["plain_kl"] = self.progress.plain["all"]
-        with (self.folder / "log.jsonl").open("a") as file:
-            file.write(json.dumps(line) + "\n")
+        path = self.folder / "log.jsonl"
+        cut_short = path.is_file() and path.read_bytes()[-1:] not in (b"", b"\n")
+        try:
+            with path.open("a") as file:
+                file.write("\n" * cut_short + json.dumps(line) + "\n")
+        except OSError as error:
+            raise TrainingError(f"cannot write to {path}: {error}; make room, and the run goes on from here") from error
 
 
 def default_teacher(backbone: Backbone, recipe: Recipe, folder: Path | None) -> Teacher:
@@ -254,32 +280,9 @@ def default_teacher(backbone: Backbone, recipe: Recipe, folder: Path | None) -> 
     return Teacher(backbone, folder, hidden_layer=middle_layer(backbone.model) if recipe.hidden_weight else None)
 
 
-@torch.no_grad()
-def validate(
-    backbone: Backbone, adapter: Adapter, rows: Sequence[Row], teacher: Teacher, workers: Workers | None = None
-) -> dict[str, float]:
-    """KL(teacher ‖ packets) in nats per answer token, over all rows ("all") and by domain.
-
-    Args:
-        backbone: the model.
-        adapter: may be empty, which is plain concatenation.
-        rows: to measure.
-        teacher: answers them.
-        workers: share the rows, if there are several.
-    """
-    workers = workers or Workers()
-    domains = sorted({row.domain for row in rows})
-    sums = torch.zeros(len(domains), 2, device=backbone.device)  # divergence and tokens
-    for number in workers.mine(range(len(rows))):
-        row = rows[number]
-        targets = teacher.answer(row)
-        answers = [target.answer.tolist() for target in targets]
-        with student_logits(backbone, adapter, [row], [answers]) as (logits, _):
-            divergence = kl_per_token(logits, join(targets, backbone.device))
-        sums[domains.index(row.domain)] += torch.stack([divergence.sum(), torch.tensor(len(divergence)).to(divergence)])
-    total, tokens = workers.sum(sums).cpu().unbind(1)
-    by_domain = (total / tokens).tolist()
-    return {"all": float(total.sum() / tokens.sum()), **dict(zip(domains, by_domain, strict=True))}
+def _digest(rows: Sequence[Row]) -> str:
+    """SHA-256 over what rows read, in hex."""
+    return hashlib.sha256(json.dumps([[row.context_ids, row.suffixes] for row in rows]).encode()).hexdigest()
 
 
 def _packed(
