@@ -6,6 +6,7 @@ It tells a fitting adapter from a foreign one, no more; ``kvpacket eval`` measur
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.datasets.catalogue import open_dataset
+from kvpacket_rag.datasets.select import cut, cut_documents, select_documents
 from kvpacket_rag.datasets.templates import PIPELINE_STYLE
 from kvpacket_rag.demo import corpus_folder, questions
 from kvpacket_rag.encode import PacketEncoder
@@ -27,7 +29,7 @@ from kvpacket_rag.training.teacher import Teacher
 
 _PER_DOMAIN = 6
 _CHUNKS = 5
-_CHUNK_CHARACTERS = 400
+_CHUNK_TOKENS = 110
 _ANSWER_TOKENS = 32
 FIT_GAP = 0.5  # share of plain concatenation's divergence that an adapter has to remove
 FIT_KL = 0.02  # nats a token that are close enough whatever plain concatenation does
@@ -126,19 +128,19 @@ def verify(backbone: Backbone, adapter: Adapter) -> Verdict:
 
 
 def probe_rows(encoder: PacketEncoder) -> Iterator[Row]:
-    """The probe set: five chunks and a question each."""
+    """The probe set: five chunks, the one with the answer among them, and a question each."""
+    token_ids = encoder.backbone.token_ids
     for name in ("niah", "biography"):
         for sample in open_dataset(name, "dev", seed=7, limit=_PER_DOMAIN):
-            chunks = [document.text.strip()[:_CHUNK_CHARACTERS].strip() for document in sample.documents[:_CHUNKS]]
+            documents = select_documents(sample, random.Random(sample.sample_id), _CHUNKS)
+            chunks = cut_documents(documents, sample.answers, token_ids, _CHUNK_TOKENS)
             yield make_row(encoder, [PIPELINE_STYLE.messages(chunks, sample.question)], chunks, name)
-    documents = {
-        path.name: path.read_text(encoding="utf-8").strip() for path in sorted(corpus_folder().glob("**/*.md"))
-    }
+    texts = {path.name: path.read_text(encoding="utf-8") for path in sorted(corpus_folder().glob("**/*.md"))}
     for number, asked in enumerate(questions()):
-        others = [text for name, text in documents.items() if name != asked.document]
+        others = [text for name, text in texts.items() if name != asked.document]
         shown = [others[(number * _CHUNKS + k) % len(others)] for k in range(_CHUNKS - 1)]
-        shown.insert(number % _CHUNKS, documents[asked.document])
-        chunks = [text[:_CHUNK_CHARACTERS].strip() for text in shown]
+        shown.insert(number % _CHUNKS, texts[asked.document])
+        chunks = [cut(text, token_ids, _CHUNK_TOKENS, [asked.answer]) for text in shown]
         yield make_row(encoder, [PIPELINE_STYLE.messages(chunks, asked.question)], chunks, "documents")
 
 

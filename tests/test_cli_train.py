@@ -12,7 +12,11 @@ from kvpacket_rag import models
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.cli import main
+from kvpacket_rag.datasets import open_dataset
+from kvpacket_rag.demo import questions
+from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.verify import probe_rows
 
 SMALL = ["header=2", "trailer=1", "rank=2", "steps=2", "batch_rows=1", "validate_every=1", "max_chunks=3"]
 
@@ -87,3 +91,12 @@ def test_verify_prints_laws_figures_and_a_verdict(tmp_path: Path, capsys: pytest
     found = json.loads(capsys.readouterr().out)
     assert found["packets"] == found["plain"] and found["recovered_gap"] == 0 and not found["has_adapter"]
     assert found["full"]["kl"] < 1e-4 and found["fit"] is (found["packets"]["kl"] <= 0.02)
+
+
+def test_every_prompt_of_the_probe_set_holds_its_answer(backbone: Backbone) -> None:
+    encoder = PacketEncoder(backbone, Adapter.empty(backbone.hidden_size))
+    rows = list(probe_rows(encoder))
+    answers = [s.answers[0] for name in ("niah", "biography") for s in open_dataset(name, "dev", seed=7, limit=6)]
+    answers += [asked.answer for asked in questions()]
+    for row, answer in zip(rows, answers, strict=True):
+        assert any(answer in part.text for part in row.context if part.packet_id), answer

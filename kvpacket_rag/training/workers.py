@@ -56,8 +56,3 @@ class Workers:
 
         total: Tensor = reduce(tensor, reduction="sum")
         return total
-
-    def wait(self) -> None:
-        """For the others to come as far."""
-        if self._state:
-            self._state.wait_for_everyone()
