@@ -100,3 +100,14 @@ def test_every_prompt_of_the_probe_set_holds_its_answer(backbone: Backbone) -> N
     answers += [asked.answer for asked in questions()]
     for row, answer in zip(rows, answers, strict=True):
         assert any(answer in part.text for part in row.context if part.packet_id), answer
+
+
+def test_train_goes_on_from_a_trained_adapter(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert _train(tmp_path / "first") == 0
+    trained = tmp_path / "first" / "adapter.safetensors"
+    assert _train(tmp_path / "second", "--warm-start", str(trained), "--set", "steps=1") == 0
+    about = Adapter.load(tmp_path / "second" / "adapter.safetensors").metadata
+    assert about["warm_start"] == Adapter.load(trained).digest
+    assert main(["inspect", str(trained)]) == 0
+    assert _train(tmp_path / "third", "--warm-start", str(trained), "--set", "rank=3") == 1
+    assert "built otherwise" in capsys.readouterr().err

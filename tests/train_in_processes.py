@@ -12,6 +12,7 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.models import load_model
 from kvpacket_rag.training.recipe import Recipe
 from kvpacket_rag.training.trainer import Trainer
+from kvpacket_rag.training.workers import Workers
 
 
 def train(model_folder: Path, out: Path) -> Trainer:
@@ -27,3 +28,4 @@ def train(model_folder: Path, out: Path) -> Trainer:
 
 if __name__ == "__main__":
     train(Path(sys.argv[1]), Path(sys.argv[2]))
+    Workers().close()

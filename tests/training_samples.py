@@ -63,10 +63,12 @@ def touched(recipe: Recipe, backbone: Backbone, seed: int = 0) -> Adapter:
     return adapter
 
 
-def make_trainer(backbone: Backbone, folder: Path, **settings: Any) -> Trainer:
+def make_trainer(backbone: Backbone, folder: Path, *, warm_start: Adapter | None = None, **settings: Any) -> Trainer:
     recipe = Recipe(**(SMALL | settings))
     held_out = [row(backbone, 7), row(backbone, 8)]
-    return Trainer(backbone, lambda number: row(backbone, number), held_out, recipe, folder, "four chunks")
+    return Trainer(
+        backbone, lambda number: row(backbone, number), held_out, recipe, folder, "four chunks", warm_start=warm_start
+    )
 
 
 def values(adapter: Adapter) -> dict[str, torch.Tensor]:

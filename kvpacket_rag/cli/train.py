@@ -47,6 +47,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--validation", metavar="N", type=int, default=32, help="held-out rows (default: %(default)s)")
     parser.add_argument("--pool", metavar="N", type=int, default=0, help="different rows, 0 for no limit (default)")
+    parser.add_argument("--warm-start", metavar="FILE", type=Path, help="go on from this adapter, in a new run")
     parser.add_argument(
         "--set", metavar="NAME=VALUE", action="append", default=[], help="a setting of the recipe or of the rows' shape"
     )
@@ -61,6 +62,7 @@ def run(args: argparse.Namespace) -> None:
     """Train."""
     from kvpacket_rag.training.mixture import Shape
     from kvpacket_rag.training.recipe import Recipe
+    from kvpacket_rag.training.workers import Workers
 
     given = _parse_settings(args.set, Recipe, Shape)
     recipe, shape = Recipe(**given[Recipe]), Shape(**given[Shape])
@@ -84,6 +86,7 @@ def run(args: argparse.Namespace) -> None:
     if gap <= 0:
         say("this adapter is no better than none; train for more steps, or on more data")
     _draw(args.out)
+    Workers().close()
 
 
 def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
@@ -103,7 +106,8 @@ def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
     rows, held_out = _mixtures(args, encoder, shape, recipe.seed)
     validation = [held_out.row(number) for number in range(args.validation)]
     teacher = default_teacher(backbone, recipe, args.teacher or args.out / "teacher")
-    return Trainer(backbone, rows.row, validation, recipe, args.out, rows.describe(), teacher)
+    trained = Adapter.load(args.warm_start) if args.warm_start else None
+    return Trainer(backbone, rows.row, validation, recipe, args.out, rows.describe(), teacher, warm_start=trained)
 
 
 def _mixtures(args: argparse.Namespace, encoder: Any, shape: Any, seed: int) -> tuple[Mixture, Mixture]:

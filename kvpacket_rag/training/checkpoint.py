@@ -98,6 +98,43 @@ def load_state(path: Path, recipe: str, adapter: Adapter, optimiser: torch.optim
     return progress
 
 
+def warm_up(adapter: Adapter, trained: Adapter) -> dict[str, str]:
+    """Give an untrained adapter the numbers of a trained one that is built alike.
+
+    Returns:
+        What the trained one says of itself, for the metadata of what comes of it: ``warm_start``, its digest, and
+        ``warm_start_training``, its recipe, data and step, and what it was warm-started from in turn.
+
+    Raises:
+        TrainingError: the two are built otherwise.
+    """
+    own, given = adapter.metadata, trained.metadata
+    differing = [f"{key} is {given.get(key)!r} and would be {own[key]!r}" for key in own if given.get(key) != own[key]]
+    places, values = _by_name(adapter), _by_name(trained)
+    # modules the trained one leaves out change nothing
+    missing = [name for name in places.keys() - values.keys() if not name.endswith((".down", ".up"))]
+    if missing or any(name not in places or places[name].shape != values[name].shape for name in values):
+        differing.append(f"it has {trained.summary}, the recipe makes {adapter.summary}")
+    if differing:
+        raise TrainingError(
+            f"the adapter to go on from is built otherwise: {'; '.join(differing)}; set the recipe to what it has"
+        )
+    for name, value in values.items():
+        places[name].data.copy_(value)
+    kept = ("recipe", "data", "step", "warm_start", "warm_start_training")
+    about = {key: given[key] for key in kept if key in given}
+    return {"warm_start": trained.digest, "warm_start_training": json.dumps(about)}
+
+
+def _by_name(adapter: Adapter) -> dict[str, Tensor]:
+    """Every parameter, those of the low-rank update by module."""
+    named: dict[str, Tensor] = {name: p for name, p in adapter.named_parameters() if not name.startswith("low_rank.")}
+    if update := adapter.low_rank:
+        for module, down, up in zip(update.names, update.down, update.up, strict=True):
+            named[f"{module}.down"], named[f"{module}.up"] = down, up
+    return named
+
+
 def _moments(tensors: dict[str, Tensor], prefix: str, parameter: Tensor) -> dict[str, Tensor]:
     found = {name.removeprefix(prefix): tensor for name, tensor in tensors.items() if name.startswith(prefix)}
     return {key: value if key == "step" else value.to(parameter) for key, value in found.items()}

@@ -18,6 +18,7 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.attach import OUTSIDE, attached
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.parts import absorb
+from kvpacket_rag.training.objective import Targets
 from kvpacket_rag.training.row import Row
 
 
@@ -123,3 +124,17 @@ def _lay_out(
         read = [*suffix, *answer[:-1]]
         layout.wanted += range(len(layout.rows) + len(suffix) - 1, len(layout.rows) + len(read))
         layout.add(backbone.embed(read), [OUTSIDE] * len(read), (number, 0, branch), position)
+
+
+def packed(
+    rows: Sequence[Row], targets: Sequence[list[Targets]], budget: int
+) -> Iterator[tuple[list[Row], list[list[Targets]]]]:
+    """Rows and their targets in groups of at most ``budget`` tokens; a longer row stands alone."""
+    group: list[tuple[Row, list[Targets]]] = []
+    for row, target in zip(rows, targets, strict=True):
+        if group and sum(r.num_tokens for r, _ in group) + row.num_tokens > budget:
+            yield [r for r, _ in group], [t for _, t in group]
+            group = []
+        group.append((row, target))
+    if group:
+        yield [r for r, _ in group], [t for _, t in group]

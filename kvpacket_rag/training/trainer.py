@@ -20,12 +20,12 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.attach import checkpointed
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import TrainingError
-from kvpacket_rag.training.checkpoint import Progress, load_state, save_state
+from kvpacket_rag.training.checkpoint import Progress, load_state, save_state, warm_up
 from kvpacket_rag.training.hidden import captured, middle_layer
 from kvpacket_rag.training.objective import Targets, hidden_error, join, loss_per_token
 from kvpacket_rag.training.recipe import Recipe
 from kvpacket_rag.training.row import Row
-from kvpacket_rag.training.student import student_logits
+from kvpacket_rag.training.student import packed, student_logits
 from kvpacket_rag.training.teacher import Teacher
 from kvpacket_rag.training.validation import validate
 from kvpacket_rag.training.workers import Workers
@@ -62,9 +62,11 @@ class Trainer:
         folder: of state, log and best adapter.
         data: describes the rows, for the adapter's metadata and so that no run goes on with others.
         teacher: answers the rows.
+        warm_start: the adapter to go on from, built alike; a new run starts with its numbers.
 
     Raises:
-        TrainingError: the folder holds another run, or there is nothing to validate on.
+        TrainingError: the folder holds another run, there is nothing to validate on, or the adapter to go on from
+            is built otherwise.
     """
 
     def __init__(
@@ -76,6 +78,7 @@ class Trainer:
         folder: Path,
         data: str,
         teacher: Teacher | None = None,
+        warm_start: Adapter | None = None,
     ) -> None:
         if not validation:
             raise TrainingError("there are no rows to validate on; hold out at least one")
@@ -85,10 +88,11 @@ class Trainer:
         self._teacher = teacher or default_teacher(backbone, recipe, folder / "teacher")
         folder.mkdir(parents=True, exist_ok=True)
         self.adapter = recipe.build(backbone)
+        self._about = warm_up(self.adapter, warm_start) if warm_start else {}
         groups = recipe.parameter_groups(self.adapter, backbone)
         self._optimiser = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, weight_decay=0.0)
         about = {"data": data, "validation": _digest(validation), "weights": backbone.weights_fingerprint}
-        self._identity = json.dumps(recipe.to_dict() | about | {"dtype": str(backbone.dtype)})
+        self._identity = json.dumps(recipe.to_dict() | about | self._about | {"dtype": str(backbone.dtype)})
         self.progress = Progress()
         self._load()
         self._saved_at = time.monotonic()
@@ -157,7 +161,7 @@ class Trainer:
         count = self._workers.sum(torch.tensor(float(sum(len(t.answer) for ts in targets for t in ts)), device=device))
         self._optimiser.zero_grad()
         total = torch.zeros((), device=device)
-        for rows, wanted in _packed(batch, targets, recipe.forward_tokens):
+        for rows, wanted in packed(batch, targets, recipe.forward_tokens):
             total += self._backward(rows, wanted, count)
         loss_value = float(self._workers.sum(total))
         if not math.isfinite(loss_value + self._gather()):
@@ -228,7 +232,8 @@ class Trainer:
             "step": str(progress.step),
             "validation_kl": json.dumps(figures),
             "plain_kl": json.dumps(progress.plain),
-        } | self.adapter.metadata
+        } | self._about
+        about |= self.adapter.metadata
         parts = Adapter(
             self.adapter.header, self.adapter.trailer, about, deep=self.adapter.deep, low_rank=self.adapter.low_rank
         )
@@ -283,17 +288,3 @@ def default_teacher(backbone: Backbone, recipe: Recipe, folder: Path | None) -> 
 def _digest(rows: Sequence[Row]) -> str:
     """SHA-256 over what rows read, in hex."""
     return hashlib.sha256(json.dumps([[row.context_ids, row.suffixes] for row in rows]).encode()).hexdigest()
-
-
-def _packed(
-    rows: Sequence[Row], targets: Sequence[list[Targets]], budget: int
-) -> Iterator[tuple[list[Row], list[list[Targets]]]]:
-    """Rows and their targets in groups of at most ``budget`` tokens; a longer row stands alone."""
-    group: list[tuple[Row, list[Targets]]] = []
-    for row, target in zip(rows, targets, strict=True):
-        if group and sum(r.num_tokens for r, _ in group) + row.num_tokens > budget:
-            yield [r for r, _ in group], [t for _, t in group]
-            group = []
-        group.append((row, target))
-    if group:
-        yield [r for r, _ in group], [t for _, t in group]

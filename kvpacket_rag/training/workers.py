@@ -56,3 +56,12 @@ class Workers:
 
         total: Tensor = reduce(tensor, reduction="sum")
         return total
+
+    def close(self) -> None:
+        """Wait for the others and leave them: a process that ends while another still talks to it can abort that one.
+
+        For the end of a program; nothing can be summed afterwards.
+        """
+        if self._state:
+            self._state.wait_for_everyone()
+            self._state.destroy_process_group()
