@@ -29,6 +29,7 @@ if TYPE_CHECKING:
         PacketCorruptError,
         PacketError,
         PacketMismatchError,
+        PacketMissError,
         PacketNotFoundError,
         PromptError,
         StoreError,
@@ -41,6 +42,7 @@ if TYPE_CHECKING:
     from kvpacket_rag.packet import Packet, PacketSignature, packet_id
     from kvpacket_rag.pipeline import KVPacketRAG, RetrievedAnswer
     from kvpacket_rag.progress import IngestProgress, IngestReport
+    from kvpacket_rag.reading import Reuse
     from kvpacket_rag.shipped import find_adapter
     from kvpacket_rag.split import Splitter
     from kvpacket_rag.store import DiskStore, KnownChunk, MemoryStore, PacketStore
@@ -66,6 +68,7 @@ _HOMES = {
         "PacketCorruptError",
         "PacketError",
         "PacketMismatchError",
+        "PacketMissError",
         "PacketNotFoundError",
         "PromptError",
         "StoreError",
@@ -78,6 +81,7 @@ _HOMES = {
     "progress": ("IngestProgress", "IngestReport"),
     "packet": ("Packet", "PacketSignature", "packet_id"),
     "pipeline": ("KVPacketRAG", "RetrievedAnswer"),
+    "reading": ("Reuse",),
     "shipped": ("find_adapter",),
     "split": ("Splitter",),
     "store": ("DiskStore", "KnownChunk", "MemoryStore", "PacketStore"),
@@ -116,11 +120,13 @@ __all__ = [
     "PacketError",
     "PacketIndex",
     "PacketMismatchError",
+    "PacketMissError",
     "PacketNotFoundError",
     "PacketSignature",
     "PacketStore",
     "PromptError",
     "RetrievedAnswer",
+    "Reuse",
     "SentenceTransformerEmbedder",
     "Splitter",
     "StoreError",

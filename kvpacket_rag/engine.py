@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
@@ -16,28 +13,18 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.decode import GenerationSettings, Sampler, TextStream
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import PacketNotFoundError, PromptError
 from kvpacket_rag.hardware import pick_device, pick_dtype
 from kvpacket_rag.models import load_model
-from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.packet import PacketSignature
+from kvpacket_rag.packet_writer import PacketWriter
 from kvpacket_rag.parts import Part
-from kvpacket_rag.prefill import Prefilled, Prefiller
+from kvpacket_rag.prefill import Prefiller
 from kvpacket_rag.reading import Policy as Policy
-from kvpacket_rag.reading import Prompt, PromptReader
+from kvpacket_rag.reading import Prompt, PromptReader, Reuse
 from kvpacket_rag.shipped import check_adapter, find_adapter
 from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
 
-_PENDING_WRITES = 4
 _SINK = 1  # see benchmarks/sink.py
-
-
-@dataclass(frozen=True, slots=True)
-class _Missing:
-    """A chunk without a packet: its tokens, its text, and who asked for it first."""
-
-    ids: list[int]
-    text: str
-    owner: str | None
 
 
 class KVPacketEngine:
@@ -72,6 +59,7 @@ class KVPacketEngine:
         adapter = adapter or Adapter.empty(backbone.hidden_size)
         check_adapter(adapter, backbone)
         self.encoder = PacketEncoder(backbone, adapter, sink)
+        self._writer = PacketWriter(self.encoder, self.store)
         self._prefiller = Prefiller(backbone, self.encoder, self.store)
         self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
 
@@ -164,35 +152,7 @@ class KVPacketEngine:
             DocumentError: a text is empty or longer than the model's window; nothing was encoded.
             StoreFullError: no room; what was stored before stays.
         """
-        if owners is not None and len(owners) != len(texts):
-            raise PromptError(f"{len(owners)} owners for {len(texts)} texts; expected one each")
-        named = [self.encoder.identify(text) for text in texts]
-        missing: dict[str, _Missing] = {}
-        for number, ((name, ids), text) in enumerate(zip(named, texts, strict=True)):
-            if name not in missing and name not in self.store:
-                missing[name] = _Missing(ids, text.strip(), owners[number] if owners else None)
-        self._encode_missing(missing, progress)
-        for (name, ids), text, owner in zip(named, texts, owners or (), strict=False):
-            try:
-                self.store.add_owner(name, owner)
-            except PacketNotFoundError:  # deleted or evicted since we looked
-                self._encode_missing({name: _Missing(ids, text.strip(), owner)}, None)
-        return [name for name, _ in named]
-
-    def _encode_missing(self, missing: Mapping[str, _Missing], progress: Callable[[int, int], None] | None) -> None:
-        """Prefill in the foreground while a thread writes what is finished."""
-        if not missing:
-            return
-        done, total = 0, sum(len(chunk.ids) for chunk in missing.values())
-        pending: deque[tuple[Packet, Future[None]]] = deque()
-        with ThreadPoolExecutor(1) as writer:
-            for packet in self.encoder.encode([(name, chunk.ids) for name, chunk in missing.items()]):
-                chunk = missing[packet.packet_id]
-                pending.append((packet, writer.submit(self.store.put, packet, chunk.text, chunk.owner)))
-                while len(pending) >= _PENDING_WRITES:
-                    done = _settle(pending, done, total, progress)
-            while pending:
-                done = _settle(pending, done, total, progress)
+        return self._writer.write_missing(texts, owners, progress)
 
     def drop_owners(self, owners: Iterable[str]) -> list[str]:
         """Forget owners; delete and return the packets that have none left."""
@@ -205,9 +165,10 @@ class KVPacketEngine:
         *,
         policy: Policy = "packets",
         template_kwargs: Mapping[str, Any] | None = None,
+        reuse: Reuse | None = None,
     ) -> Answer:
         """Answer a prompt; see :meth:`stream`."""
-        return self.stream(prompt, settings, policy=policy, template_kwargs=template_kwargs).read_all()
+        return self.stream(prompt, settings, policy=policy, template_kwargs=template_kwargs, reuse=reuse).read_all()
 
     def stream(
         self,
@@ -216,6 +177,7 @@ class KVPacketEngine:
         *,
         policy: Policy = "packets",
         template_kwargs: Mapping[str, Any] | None = None,
+        reuse: Reuse | None = None,
     ) -> AnswerStream:
         """Answer a prompt piece by piece.
 
@@ -225,20 +187,29 @@ class KVPacketEngine:
             settings: how to decode; greedy by default.
             policy: ``"packets"`` reuses what is stored; ``"prefill"`` reads the same text in full.
             template_kwargs: passed on to the chat template.
+            reuse: which chunks may come from packets and what a miss does; all known ones and nothing by default.
 
         Raises:
             PromptError: the prompt is empty or its messages are malformed.
+            PacketMissError: a chunk cannot be reused, and ``reuse`` wants that to be an error.
             ContextTooLongError: prompt and answer exceed the window; nothing was computed.
         """
         started = time.perf_counter()
         settings = settings or GenerationSettings()
         self.backbone.check_unchanged()
-        parts, misses = self._reader.read(prompt, policy, template_kwargs)
+        reuse = reuse or Reuse()
+        parts, misses = self._reader.read(prompt, policy, template_kwargs, reuse)
+        reuse.act_on(misses)
         self._prefiller.check_length(parts, settings.max_new_tokens)
-        return AnswerStream(self._run(parts, misses, settings, time.perf_counter() - started))
+        return AnswerStream(self._run(parts, misses, settings, reuse, time.perf_counter() - started))
 
     def _run(
-        self, parts: Sequence[Part], misses: tuple[Miss, ...], settings: GenerationSettings, reading: float
+        self,
+        parts: Sequence[Part],
+        misses: tuple[Miss, ...],
+        settings: GenerationSettings,
+        reuse: Reuse,
+        reading: float,
     ) -> Generator[str, None, Answer]:
         started = time.perf_counter() - reading
         sampler = Sampler(settings, lambda: self._prefiller.all_ids(parts), self.backbone.device)
@@ -249,6 +220,7 @@ class KVPacketEngine:
         ends = self.backbone.eos_ids | self.backbone.control_ids(settings.stop)
         first_token = 0.0
         try:
+            reuse.act_on(filled.misses)
             logits = filled.logits
             while not text.stopped and len(tokens) < settings.max_new_tokens:
                 if tokens:
@@ -269,25 +241,9 @@ class KVPacketEngine:
         times = Timings(
             reading + filled.load_seconds, filled.assemble_seconds, first_token, time.perf_counter() - started
         )
-        return Answer("".join(pieces), tuple(tokens), reason, _usage(filled, misses, len(tokens)), times)
+        counts = filled.packet_tokens, filled.prefilled_tokens, len(tokens), filled.chunks_reused
+        return Answer("".join(pieces), tuple(tokens), reason, Usage(*counts, misses + filled.misses), times)
 
     def close(self) -> None:
         """Close the store."""
         self.store.close()
-
-
-def _settle(
-    pending: deque[tuple[Packet, Future[None]]], done: int, total: int, progress: Callable[[int, int], None] | None
-) -> int:
-    """Wait for the oldest write; its error, if any, is the caller's."""
-    packet, written = pending.popleft()
-    written.result()
-    done += packet.num_tokens
-    if progress is not None:
-        progress(done, total)
-    return done
-
-
-def _usage(filled: Prefilled, misses: tuple[Miss, ...], completion_tokens: int) -> Usage:
-    counts = filled.packet_tokens, filled.prefilled_tokens, completion_tokens, filled.chunks_reused
-    return Usage(*counts, misses + filled.misses)

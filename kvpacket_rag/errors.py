@@ -9,7 +9,8 @@ KVPacketError
 ├── PacketError
 │   ├── PacketNotFoundError    the store holds no such packet
 │   ├── PacketMismatchError    the packet was made by another model, adapter or dtype
-│   └── PacketCorruptError     the packet's file is damaged
+│   ├── PacketCorruptError     the packet's file is damaged
+│   └── PacketMissError        a chunk had to be read again, and the caller wants that to be an error
 ├── StoreError                 a store or index cannot be opened, read or written
 │   ├── StoreFormatError       it was written in a format this version does not read
 │   └── StoreFullError         no room is left for another packet
@@ -60,6 +61,10 @@ class PacketMismatchError(PacketError):
 
 class PacketCorruptError(PacketError):
     """The packet's file is damaged and has been set aside."""
+
+
+class PacketMissError(PacketError):
+    """A chunk could not be taken from a packet, and the request asked for an error in that case."""
 
 
 class StoreError(KVPacketError):

@@ -7,6 +7,7 @@ dictionaries is descended, so chunks that share a long header cost no more than 
 from __future__ import annotations
 
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 # A chunk is looked up by its first characters, as many of these as it has. Each width in use costs one pass over
@@ -83,6 +84,19 @@ class ChunkFinder:
                 self._tree(text).discard(text)
         if not later:
             self._later.pop(text, None)
+
+    def only(self, packet_ids: Iterable[str]) -> ChunkFinder:
+        """A finder of these chunks alone; unknown ids are left out."""
+        chosen = ChunkFinder()
+        for packet_id in packet_ids:
+            if packet_id in self._texts:
+                chosen.add(packet_id, self._texts[packet_id])
+        return chosen
+
+    def is_inside(self, packet_id: str, texts: Iterable[str]) -> bool:
+        """Whether one of the texts holds the chunk of a known id."""
+        chunk = self._texts.get(packet_id)
+        return chunk is not None and any(chunk in text for text in texts)
 
     def find(self, text: str) -> list[Match]:
         """The known chunks inside ``text``, in reading order and without overlap.

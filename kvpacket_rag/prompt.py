@@ -9,15 +9,18 @@ from __future__ import annotations
 import itertools
 import re
 import secrets
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
-from kvpacket_rag.chat import Message, Render, fit_roles, renderer
+from kvpacket_rag.chat import Message, fit_roles, renderer
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.finder import ChunkFinder
 
 __all__ = ["ChunkFinder", "ChunkPiece", "Message", "Piece", "TextPiece", "segment_chat", "segment_text"]
+
+_TEXTS = ("tools", "documents")  # template arguments that hold what somebody wrote
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,9 +80,10 @@ def segment_chat(
     The text ends where the model has to speak: after the template's generation prompt or, when the last message is
     the assistant's, inside that message, which the model goes on with. Control strings that a message holds become
     plain text pieces of their own; all other text stays joined with the template's, so that without chunks and
-    control strings there is one piece, the very text the template makes. A chunk whose place the template drops is
-    rendered as text like any other. Messages whose roles the template refuses or leaves out are rearranged as
-    ``chat.fit_roles`` says.
+    control strings there is one piece, the very text the template makes. The same goes for tool calls and for
+    the ``tools`` and ``documents`` among ``template_kwargs``. A chunk whose place the template drops is rendered as
+    text like any other. Messages whose roles the template refuses or leaves out are rearranged as ``chat.fit_roles``
+    says.
 
     Args:
         messages: oldest first.
@@ -89,36 +93,68 @@ def segment_chat(
     Raises:
         PromptError: no messages, a message that is not role and text, or a template that refuses them all the same.
     """
-    render = renderer(tokenizer, template_kwargs or {})
-    messages = fit_roles(messages, render)
-    contents = [message.content for message in messages]
-    marks = _Marks(contents, _control_strings(tokenizer))
-    contents = [marks.put_chunks(content, finder) for content in contents]
-    return marks.cut(_render_marked(messages, contents, marks, render))
+    options = dict(template_kwargs or {})
+    fitted = fit_roles(messages, renderer(tokenizer, options))
+    marks = _Marks(repr((fitted, options)), _control_strings(tokenizer))
+    return marks.cut(_render_marked(fitted, options, marks, finder, tokenizer))
 
 
-def _render_marked(messages: Sequence[Message], contents: list[str], marks: _Marks, render: Render) -> str:
+def _render_marked(
+    messages: Sequence[Message], options: Mapping[str, Any], marks: _Marks, finder: ChunkFinder, tokenizer: Any
+) -> str:
     """The rendered chat with every mark in it; marks the template loses are replaced by what they stood for."""
+    messages, options = _rewrite(messages, options, lambda text: marks.put_chunks(text, finder))
     while True:
-        rendered = render([Message(m.role, content) for m, content in zip(messages, contents, strict=True)])
+        rendered = renderer(tokenizer, options)(messages)
         lost = [mark for mark in marks.pieces if mark not in rendered]
         if not lost:
             return rendered
-        for mark in lost:
-            literal = marks.take_back(mark)
-            contents = [content.replace(mark, literal) for content in contents]
+        literals = {mark: marks.take_back(mark) for mark in lost}
+        messages, options = _rewrite(messages, options, partial(_replace_all, literals=literals))
+
+
+def _rewrite(
+    messages: Sequence[Message], options: Mapping[str, Any], change: Callable[[str], str]
+) -> tuple[list[Message], dict[str, Any]]:
+    """``change`` applied to every text that a template renders but did not write."""
+    rewritten = []
+    for message in messages:
+        calls = [
+            replace(call, name=change(call.name), arguments=_in_strings(call.arguments, change))
+            for call in message.tool_calls
+        ]
+        rewritten.append(replace(message, content=change(message.content), tool_calls=tuple(calls)))
+    given = {name: _in_strings(options[name], change) for name in _TEXTS if name in options}
+    return rewritten, {**options, **given}
+
+
+def _in_strings(value: Any, change: Callable[[str], str]) -> Any:
+    """A copy of what JSON can hold, with ``change`` applied to each string in it."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, Mapping):
+        return {_in_strings(key, change): _in_strings(item, change) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_in_strings(item, change) for item in value]
+    return value
+
+
+def _replace_all(text: str, literals: Mapping[str, str]) -> str:
+    for mark, literal in literals.items():
+        text = text.replace(mark, literal)
+    return text
 
 
 class _Marks:
     """One-time words that stand for chunks and control strings while a chat goes through its template.
 
     They are plain ASCII letters and digits, which no template trims or escapes, and contain a random number that
-    occurs in no message, so nothing anybody wrote can pass for one.
+    does not occur in ``written``, so nothing anybody wrote can pass for one.
     """
 
-    def __init__(self, contents: Sequence[str], control_strings: Iterable[str]) -> None:
+    def __init__(self, written: str, control_strings: Iterable[str]) -> None:
         self.pieces: dict[str, Piece] = {}
-        self._nonce = _unused_word(contents)
+        self._nonce = _unused_word(written)
         self._numbers = itertools.count()
         words = "|".join(map(re.escape, sorted(control_strings)))
         self._control = re.compile(f"(?:{words})+") if words else None
@@ -152,10 +188,10 @@ class _Marks:
         return mark
 
 
-def _unused_word(contents: Sequence[str]) -> str:
+def _unused_word(written: str) -> str:
     while True:
         word = secrets.token_hex(6)
-        if not any(word in content for content in contents):
+        if word not in written:
             return word
 
 

@@ -2,21 +2,69 @@
 
 from __future__ import annotations
 
+import logging
 import threading
-from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
 
 from kvpacket_rag.answer import Miss
 from kvpacket_rag.backbone import Backbone, is_unicode
-from kvpacket_rag.errors import PromptError
+from kvpacket_rag.errors import PacketMissError, PromptError
 from kvpacket_rag.finder import ChunkFinder
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.parts import Part, tokenise
-from kvpacket_rag.prompt import Message, TextPiece, segment_chat, segment_text
+from kvpacket_rag.prompt import ChunkPiece, Message, Piece, TextPiece, segment_chat, segment_text
 from kvpacket_rag.store import PacketStore
 
+logger = logging.getLogger(__name__)
+
 Policy = Literal["packets", "prefill"]
+Match = Literal["auto", "hints", "off"]
+OnMiss = Literal["prefill", "warn", "error"]
 Prompt = str | Sequence[Message]
+
+_UNKNOWN = "the store knows no such chunk, or one shorter than {} tokens"
+_NOT_IN_PROMPT = "it was retrieved, but its text is not in the prompt as it was encoded"
+
+
+@dataclass(frozen=True, slots=True)
+class Reuse:
+    """Which chunks may come from packets, and what happens when one that should does not.
+
+    Attributes:
+        match: ``"auto"`` looks for every chunk the store knows, ``"hints"`` for the hinted ones alone, and
+            ``"off"`` for none.
+        hints: packet ids of what was retrieved for this prompt; one whose chunk the prompt does not hold is a miss.
+        on_miss: ``"prefill"`` reads the text and counts the miss, ``"warn"`` logs a warning as well, ``"error"``
+            raises PacketMissError before anything is generated.
+    """
+
+    match: Match = "auto"
+    hints: tuple[str, ...] = ()
+    on_miss: OnMiss = "prefill"
+
+    def __post_init__(self) -> None:
+        for name, value, allowed in (
+            ("match", self.match, get_args(Match)),
+            ("on_miss", self.on_miss, get_args(OnMiss)),
+        ):
+            if value not in allowed:
+                raise PromptError(f"{name} is {value!r}, expected {', '.join(map(repr, allowed))}")
+        if isinstance(self.hints, str):
+            raise PromptError("hints is a string; pass the packet ids one by one, as a tuple")
+
+    def act_on(self, misses: Sequence[Miss]) -> None:
+        """Do with misses what ``on_miss`` says.
+
+        Raises:
+            PacketMissError: there are some, and they are to be an error.
+        """
+        told = "; ".join(f"chunk {miss.packet_id[:12]} is not reused: {miss.reason}" for miss in misses)
+        if told and self.on_miss == "error":
+            raise PacketMissError(f"{told}. Encode it first, or allow on_miss='prefill'")
+        if told and self.on_miss == "warn":
+            logger.warning("%s", told)
 
 
 class PromptReader:
@@ -42,7 +90,11 @@ class PromptReader:
         self._lock = threading.Lock()
 
     def read(
-        self, prompt: Prompt, policy: Policy, template_kwargs: Mapping[str, Any] | None
+        self,
+        prompt: Prompt,
+        policy: Policy,
+        template_kwargs: Mapping[str, Any] | None,
+        reuse: Reuse = Reuse(),
     ) -> tuple[list[Part], tuple[Miss, ...]]:
         """Find chunks and tokenise.
 
@@ -50,9 +102,11 @@ class PromptReader:
             prompt: a final text, or chat messages.
             policy: ``"prefill"`` gives the same tokens of text, with no packet to them.
             template_kwargs: for the chat template.
+            reuse: which chunks are looked for.
 
         Returns:
-            The parts in order, and chunks that stand in the prompt in a form no packet fits.
+            The parts in order, and the misses so far: chunks that stand in the prompt in a form no packet fits, and
+            hinted ones that do not stand in it.
 
         Raises:
             PromptError: the policy is unknown, the prompt empty, or a message malformed.
@@ -62,18 +116,29 @@ class PromptReader:
         texts = [prompt] if isinstance(prompt, str) else [getattr(m, "content", "") for m in prompt]
         if not all(is_unicode(text) for text in texts if isinstance(text, str)):
             raise PromptError("the prompt holds a lone surrogate, which no encoding knows; remove it")
+        reads_all = policy == "prefill" or reuse.match == "off"
         with self._lock:
             self._refresh()
+            finder = self._finder.only(reuse.hints) if reuse.match == "hints" else self._finder
             if isinstance(prompt, str):
-                pieces = segment_text(prompt, self._finder)
+                pieces = segment_text(prompt, finder)
             else:
-                tokenizer = self._backbone.tokenizer
-                pieces = segment_chat(prompt, self._finder, tokenizer, template_kwargs=template_kwargs)
-            known = self._known if policy == "packets" else {}
-            parts = tokenise(self._backbone, pieces, known, self._is_templated(prompt))
-            near = [miss for p in pieces if isinstance(p, TextPiece) for miss in self._finder.near_misses(p.text)]
-        misses = tuple(Miss(name, reason) for name, reason in near) if policy == "packets" else ()
+                pieces = segment_chat(prompt, finder, self._backbone.tokenizer, template_kwargs=template_kwargs)
+            parts = tokenise(self._backbone, pieces, {} if reads_all else self._known, self._is_templated(prompt))
+            misses = () if reads_all else self._misses(pieces, finder, reuse.hints)
         return parts, misses
+
+    def _misses(self, pieces: Sequence[Piece], finder: ChunkFinder, hints: Iterable[str]) -> tuple[Miss, ...]:
+        """Chunks that should have been found, with the reason why not; each once."""
+        found = {piece.packet_id for piece in pieces if isinstance(piece, ChunkPiece)}
+        texts = [piece.text for piece in pieces if isinstance(piece, TextPiece)]
+        near = [miss for text in texts for miss in finder.near_misses(text)]
+        told = found | {name for name, _ in near}
+        reused = [piece.text for piece in pieces if isinstance(piece, ChunkPiece)]
+        lost = [name for name in dict.fromkeys(hints) if name not in told and not finder.is_inside(name, reused)]
+        unknown = _UNKNOWN.format(self._min_match_tokens)
+        reasons = near + [(name, _NOT_IN_PROMPT if name in self._known else unknown) for name in lost]
+        return tuple(Miss(name, reason) for name, reason in reasons)
 
     def _is_templated(self, prompt: Prompt) -> bool:
         return not isinstance(prompt, str) and bool(getattr(self._backbone.tokenizer, "chat_template", None))
