@@ -12,7 +12,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
@@ -22,10 +21,10 @@ from kvpacket_rag.datasets.templates import PIPELINE_STYLE
 from kvpacket_rag.demo import corpus_folder, questions
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import UnsupportedModelError
-from kvpacket_rag.training.objective import Targets, join, kl_per_token
+from kvpacket_rag.training.objective import Targets
 from kvpacket_rag.training.row import Row, make_row
-from kvpacket_rag.training.student import student_logits
 from kvpacket_rag.training.teacher import Teacher
+from kvpacket_rag.training.validation import compare
 
 _PER_DOMAIN = 6
 _CHUNKS = 5
@@ -144,15 +143,9 @@ def probe_rows(encoder: PacketEncoder) -> Iterator[Row]:
         yield make_row(encoder, [PIPELINE_STYLE.messages(chunks, asked.question)], chunks, "documents")
 
 
-@torch.no_grad()
 def _fidelity(
     backbone: Backbone, adapter: Adapter, rows: Sequence[Row], targets: Sequence[Sequence[Targets]]
 ) -> Fidelity:
-    divergences: list[Tensor] = []
-    agreements: list[Tensor] = []
-    for row, wanted in zip(rows, targets, strict=True):
-        joined = join(wanted, backbone.device)
-        with student_logits(backbone, adapter, [row], [[t.answer.tolist() for t in wanted]]) as (logits, _):
-            divergences.append(kl_per_token(logits, joined))
-            agreements.append((logits.argmax(-1) == joined.answer).float())
-    return Fidelity(float(torch.cat(divergences).mean()), float(torch.cat(agreements).mean()))
+    found = [compare(backbone, adapter, row, wanted) for row, wanted in zip(rows, targets, strict=True)]
+    divergence, same = (torch.cat(values).float() for values in zip(*found, strict=True))
+    return Fidelity(float(divergence.mean()), float(same.mean()))

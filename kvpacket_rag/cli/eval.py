@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from kvpacket_rag.cli.machine import describe
-from kvpacket_rag.cli.options import positive
+from kvpacket_rag.cli.options import add_hardware, positive
 from kvpacket_rag.cli.output import count, duration, facts, say, show, table
 from kvpacket_rag.errors import (
     AdapterError,
@@ -95,8 +95,7 @@ def _add_model(model: argparse._ArgumentGroup) -> None:
         default=[],
         help="further adapters, each a method packet:NAME, and a table of them against the data sets",
     )
-    model.add_argument("--device", metavar="NAME", default="auto", help="cpu, cuda or mps (default: the best there is)")
-    model.add_argument("--dtype", metavar="NAME", default="auto", help="float32, bfloat16 or float16")
+    add_hardware(model)
 
 
 def run(args: argparse.Namespace) -> None:

@@ -42,6 +42,16 @@ def add_engine(parser: argparse._ActionsContainer) -> None:
     parser.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16 (default: that of the index)")
 
 
+def add_hardware(parser: argparse._ActionsContainer) -> None:
+    """Device and dtype of a command that knows no index."""
+    parser.add_argument(
+        "--device", metavar="NAME", default="auto", help="cpu, cuda or mps (default: the best there is)"
+    )
+    parser.add_argument(
+        "--dtype", metavar="NAME", default="auto", help="of the model: float32, bfloat16 or float16 (default: as fits)"
+    )
+
+
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, as :meth:`KVPacketRAG.open` takes it; the rest is left to the index."""
     given = {name: getattr(args, name, None) for name in ("model", "adapter", "device", "dtype")}

@@ -12,6 +12,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvpacket_rag.cli.options import add_hardware
 from kvpacket_rag.cli.output import duration, facts, say, show
 from kvpacket_rag.errors import MissingExtraError, TrainingError
 
@@ -52,10 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--set", metavar="NAME=VALUE", action="append", default=[], help="a setting of the recipe or of the rows' shape"
     )
     parser.add_argument("--settings", action="store_true", help="list what --set takes, with the values now, and stop")
-    parser.add_argument(
-        "--device", metavar="NAME", default="auto", help="cpu, cuda or mps (default: the best there is)"
-    )
-    parser.add_argument("--dtype", metavar="NAME", default="auto", help="of the frozen model; the adapter is float32")
+    add_hardware(parser)
 
 
 def run(args: argparse.Namespace) -> None:

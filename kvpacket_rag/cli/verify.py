@@ -6,6 +6,7 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from kvpacket_rag.cli.options import add_hardware
 from kvpacket_rag.cli.output import facts, say, show, show_json, table
 
 if TYPE_CHECKING:
@@ -25,10 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--adapter", metavar="FILE", default="auto", help="adapter, 'none', or 'auto' for the one that ships (default)"
     )
-    parser.add_argument(
-        "--device", metavar="NAME", default="auto", help="cpu, cuda or mps (default: the best there is)"
-    )
-    parser.add_argument("--dtype", metavar="NAME", default="auto", help="float32, bfloat16 or float16")
+    add_hardware(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
