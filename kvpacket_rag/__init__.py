@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from kvpacket_rag.adapter import Adapter, import_paper_adapter
     from kvpacket_rag.answer import Answer, AnswerStream, Miss, Timings, Usage
     from kvpacket_rag.backbone import Backbone
-    from kvpacket_rag.chat import Message
+    from kvpacket_rag.chat import Message, ToolCall
     from kvpacket_rag.chunk import Chunk, Hit
     from kvpacket_rag.decode import GenerationSettings
     from kvpacket_rag.documents import Document, read_documents
@@ -51,7 +51,7 @@ _HOMES = {
     "adapter": ("Adapter", "import_paper_adapter"),
     "answer": ("Answer", "AnswerStream", "Miss", "Timings", "Usage"),
     "backbone": ("Backbone",),
-    "chat": ("Message",),
+    "chat": ("Message", "ToolCall"),
     "chunk": ("Chunk", "Hit"),
     "decode": ("GenerationSettings",),
     "documents": ("Document", "read_documents"),
@@ -133,6 +133,7 @@ __all__ = [
     "StoreFormatError",
     "StoreFullError",
     "Timings",
+    "ToolCall",
     "TrainingError",
     "UnsupportedModelError",
     "Usage",

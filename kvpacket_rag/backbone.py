@@ -112,15 +112,30 @@ class Backbone:
             digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
         return digest.hexdigest()
 
-    def token_ids(self, text: str, plain: bool = True) -> list[int]:
-        """Tokens of a text on its own, without special tokens around it.
+    def token_ids(self, text: str, plain: bool = True, starts: bool = False) -> list[int]:
+        """Tokens of a piece of a prompt, without special tokens around it.
 
         Args:
             text: to be tokenised.
             plain: control strings in it are ordinary text.
+            starts: it begins the prompt. Tokenizers of the SentencePiece kind put a space before what they are given;
+                any other piece is tokenised behind a line break, as it stands in the prompt.
         """
         if not text:
             return []
+        if self._line_ids and not starts:
+            ids = self._tokenise("\n" + text, plain)
+            if ids[: len(self._line_ids)] == self._line_ids:
+                return ids[len(self._line_ids) :]
+        return self._tokenise(text, plain)
+
+    @cached_property
+    def _line_ids(self) -> list[int]:
+        """A line break in front of a text, for tokenizers that put a space before every text; nothing for others."""
+        line = self._tokenise("\n", True)
+        return line if self._tokenise("\na", True)[len(line) :] != self._tokenise("a", True) else []
+
+    def _tokenise(self, text: str, plain: bool) -> list[int]:
         with self._text_lock:
             return list(self.tokenizer(text, add_special_tokens=False, split_special_tokens=plain)["input_ids"])
 
@@ -139,7 +154,7 @@ class Backbone:
             return []
         turn = [{"role": "user", "content": "."}]
         text = str(self.tokenizer.apply_chat_template(turn, tokenize=False))
-        return self.token_ids(text, plain=False)[:1]
+        return self.token_ids(text, plain=False, starts=True)[:1]
 
     def control_ids(self, texts: Sequence[str]) -> frozenset[int]:
         """Those of the texts that are control tokens, as ids."""

@@ -37,17 +37,19 @@ class Part:
         return cls(text, len(ids), ids=ids)
 
 
-def tokenise(backbone: Backbone, pieces: Sequence[Piece], known: Mapping[str, int], templated: bool) -> list[Part]:
+def tokenise(backbone: Backbone, pieces: Sequence[Piece], known: Mapping[str, int]) -> list[Part]:
     """Pieces of a prompt as parts, each tokenised apart.
+
+    The beginning-of-sequence token comes first, once, if the tokenizer puts one before texts; a chat template may have
+    written it already.
 
     Args:
         backbone: whose tokenizer is used.
         pieces: of the prompt, in order.
         known: packet id to tokens of its text; a chunk that is not in it is read as text.
-        templated: the pieces come from a chat template, which brings its own beginning-of-sequence token.
     """
-    parts = [_part(backbone, piece, known) for piece in pieces]
-    bos = [] if templated else backbone.bos_ids()
+    parts = [_part(backbone, piece, known, starts=not number) for number, piece in enumerate(pieces)]
+    bos = backbone.bos_ids()
     if bos and parts and (parts[0].ids or [])[:1] != bos:
         if parts[0].ids is None:
             parts = [Part.of_text(bos), *parts]
@@ -56,12 +58,12 @@ def tokenise(backbone: Backbone, pieces: Sequence[Piece], known: Mapping[str, in
     return [part for part in parts if part.num_tokens]
 
 
-def _part(backbone: Backbone, piece: Piece, known: Mapping[str, int]) -> Part:
+def _part(backbone: Backbone, piece: Piece, known: Mapping[str, int], starts: bool) -> Part:
     if isinstance(piece, ChunkPiece):
         if piece.packet_id in known:
             return Part(piece.text, known[piece.packet_id], piece.packet_id)
         return Part.of_text(backbone.token_ids(piece.text), piece.text)
-    return Part.of_text(backbone.token_ids(piece.text, piece.plain), piece.text)
+    return Part.of_text(backbone.token_ids(piece.text, piece.plain, starts), piece.text)
 
 
 def absorb(parts: Sequence[Part]) -> list[Part]:
@@ -103,6 +105,5 @@ def parts_of(
             finder.add(name, chunk.strip())
     tokenizer = encoder.backbone.tokenizer
     known = {name: len(ids) for name, ids in tokens.items()}
-    templated = bool(getattr(tokenizer, "chat_template", None))
-    parts = tokenise(encoder.backbone, segment_chat(messages, finder, tokenizer), known, templated)
+    parts = tokenise(encoder.backbone, segment_chat(messages, finder, tokenizer), known)
     return [replace(part, ids=tokens[part.packet_id]) if part.packet_id else part for part in parts]

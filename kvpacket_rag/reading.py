@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -113,8 +114,7 @@ class PromptReader:
         """
         if policy not in ("packets", "prefill"):
             raise PromptError(f"policy is {policy!r}, expected 'packets' or 'prefill'")
-        texts = [prompt] if isinstance(prompt, str) else [getattr(m, "content", "") for m in prompt]
-        if not all(is_unicode(text) for text in texts if isinstance(text, str)):
+        if not all(is_unicode(text) for text in _texts(prompt)):
             raise PromptError("the prompt holds a lone surrogate, which no encoding knows; remove it")
         reads_all = policy == "prefill" or reuse.match == "off"
         with self._lock:
@@ -124,7 +124,7 @@ class PromptReader:
                 pieces = segment_text(prompt, finder)
             else:
                 pieces = segment_chat(prompt, finder, self._backbone.tokenizer, template_kwargs=template_kwargs)
-            parts = tokenise(self._backbone, pieces, {} if reads_all else self._known, self._is_templated(prompt))
+            parts = tokenise(self._backbone, pieces, {} if reads_all else self._known)
             misses = () if reads_all else self._misses(pieces, finder, reuse.hints)
         return parts, misses
 
@@ -139,9 +139,6 @@ class PromptReader:
         unknown = _UNKNOWN.format(self._min_match_tokens)
         reasons = near + [(name, _NOT_IN_PROMPT if name in self._known else unknown) for name in lost]
         return tuple(Miss(name, reason) for name, reason in reasons)
-
-    def _is_templated(self, prompt: Prompt) -> bool:
-        return not isinstance(prompt, str) and bool(getattr(self._backbone.tokenizer, "chat_template", None))
 
     def _refresh(self) -> None:
         """Bring the finder up to what the store knows, if that changed."""
@@ -159,3 +156,15 @@ class PromptReader:
             self._finder.add(name, now[name].text)
         self._known = {name: chunk.num_tokens for name, chunk in now.items()}
         self._revision = revision
+
+
+def _texts(prompt: Prompt) -> Iterator[str]:
+    """Every text of a prompt, what the assistant called included; malformed messages are another's to refuse."""
+    if isinstance(prompt, str):
+        yield prompt
+        return
+    for message in prompt:
+        if isinstance(content := getattr(message, "content", None), str):
+            yield content
+        for call in getattr(message, "tool_calls", ()):
+            yield json.dumps([call.name, call.arguments], ensure_ascii=False, default=str)

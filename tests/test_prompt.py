@@ -8,7 +8,7 @@ from itertools import pairwise
 from typing import Any
 
 import pytest
-from templates import ALL, CHATML, CONTROL_TOKENS, GEMMA, LLAMA31, PHI, QWEN3, tokenizer_with
+from templates import ALL, CHATML, CONTROL_TOKENS, GEMMA2, LLAMA31, PHI3, QWEN3, tokenizer_with
 
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.prompt import ChunkFinder, ChunkPiece, Message, Piece, TextPiece, segment_chat, segment_text
@@ -87,8 +87,7 @@ def test_a_prompt_without_text_is_refused(prompt: Any, complaint: str) -> None:
 
 @every_template
 @pytest.mark.parametrize("role", ["system", "user", "assistant", "tool"])
-@pytest.mark.parametrize("chunk", KINDS.values(), ids=KINDS.keys())
-def test_every_kind_of_chunk_survives_every_template_in_every_role(template: str | None, role: str, chunk: str) -> None:
+def test_every_kind_of_chunk_survives_every_template_in_every_role(template: str | None, role: str) -> None:
     chat = [
         Message("system", "Be short."),
         Message("user", "What?"),
@@ -96,9 +95,9 @@ def test_every_kind_of_chunk_survives_every_template_in_every_role(template: str
         Message("tool", "42"),
     ]
     position = [message.role for message in chat].index(role)
-    chat[position] = Message(role, f"Context:\n{chunk}\n\n({CHUNK})")
-    pieces = segment_chat([*chat, Message("user", "So?")], finder_of(chunk, CHUNK), tokenizer_with(template))
-    assert chunks_in(pieces) == [chunk, CHUNK]
+    chat[position] = Message(role, "".join(f"{number}: {chunk}\n" for number, chunk in enumerate(KINDS.values())))
+    pieces = segment_chat([*chat, Message("user", "So?")], finder_of(*KINDS.values()), tokenizer_with(template))
+    assert chunks_in(pieces) == list(KINDS.values())
 
 
 @every_template
@@ -153,7 +152,7 @@ def test_a_chunk_that_holds_control_strings_stays_one_chunk() -> None:
 
 
 def test_the_edges_a_template_trims_are_trimmed_around_a_chunk_too() -> None:
-    pieces = segment_chat([Message("user", f"  {CHUNK}\n ")], finder_of(CHUNK), tokenizer_with(GEMMA))
+    pieces = segment_chat([Message("user", f"  {CHUNK}\n ")], finder_of(CHUNK), tokenizer_with(GEMMA2))
     assert [piece.text for piece in pieces] == [
         "<s><start_of_turn>user\n",
         CHUNK,
@@ -170,7 +169,7 @@ def test_a_chunk_in_a_tool_message_is_not_escaped_and_the_text_beside_it_is() ->
 
 
 def test_a_system_text_the_template_would_drop_keeps_its_chunks() -> None:
-    pieces = segment_chat([Message("system", CHUNK), Message("user", "?")], finder_of(CHUNK), tokenizer_with(PHI))
+    pieces = segment_chat([Message("system", CHUNK), Message("user", "?")], finder_of(CHUNK), tokenizer_with(PHI3))
     assert [piece.text for piece in pieces] == ["<s><|user|>\n", CHUNK, "\n\n?<|end|>\n<|assistant|>\n"]
 
 
