@@ -95,7 +95,22 @@ class KVPacketEngine:
         """
         place = pick_device(device)
         loaded, tokenizer = load_model(model, place, pick_dtype(dtype, place))
-        backbone = Backbone(loaded, tokenizer, model)
+        return cls.around(Backbone(loaded, tokenizer, model), store, adapter, sink, min_match_tokens)
+
+    @classmethod
+    def around(
+        cls,
+        backbone: Backbone,
+        store: PacketStore | str | Path | None = None,
+        adapter: Adapter | str | Path | None = "auto",
+        sink: int | None = None,
+        min_match_tokens: int = MIN_MATCH_TOKENS,
+    ) -> KVPacketEngine:
+        """An engine over a model that is loaded already, with all else as :meth:`load` does it.
+
+        Raises:
+            AdapterError: the adapter does not fit, or is of another model.
+        """
         if isinstance(store, str | Path):
             store = DiskStore(store)
         if isinstance(adapter, str | Path):

@@ -13,13 +13,60 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import CHUNKS
+from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
 from langchain_core.messages import BaseMessage, HumanMessage, SystemMessage
+from langchain_core.outputs import ChatGeneration, LLMResult
 
 from kvpacket_rag import KVPacketEngine, Message
 
 QUESTION = "Who signed the lease of the harbour office?"
+
+# Small re-creations of templates that take tools: Qwen's, with tags around a call, and Llama's, with the bare JSON.
+QWEN_TOOLS = """\
+{%- if tools -%}
+{{- '<|im_start|>system\\n' -}}
+{%- if messages[0].role == 'system' -%}{{- messages[0].content + '\\n\\n' -}}{%- endif -%}
+{{- '# Tools\\n\\n<tools>' -}}{%- for tool in tools -%}{{- '\\n' + tool | tojson -}}{%- endfor -%}
+{{- '\\n</tools>\\n\\nWrite a call as <tool_call>\\n{"name": ..., "arguments": ...}\\n</tool_call><|im_end|>\\n' -}}
+{%- endif -%}
+{%- for message in messages -%}
+{%- if message.role == 'system' -%}
+{%- if not tools -%}{{- '<|im_start|>system\\n' + message.content + '<|im_end|>\\n' -}}{%- endif -%}
+{%- elif message.role == 'tool' -%}
+{{- '<|im_start|>user\\n<tool_response>\\n' + message.content + '\\n</tool_response><|im_end|>\\n' -}}
+{%- else -%}
+{{- '<|im_start|>' + message.role -}}
+{%- if message.content -%}{{- '\\n' + message.content -}}{%- endif -%}
+{%- for call in message.tool_calls or [] -%}
+{{- '\\n<tool_call>\\n{"name": "' + call.function.name + '", "arguments": ' -}}
+{{- call.function.arguments | tojson + '}\\n</tool_call>' -}}
+{%- endfor -%}
+{{- '<|im_end|>\\n' -}}
+{%- endif -%}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n' -}}{%- endif -%}
+"""
+LLAMA_TOOLS = """\
+{%- for message in messages -%}
+{%- set role = 'ipython' if message.role == 'tool' else message.role -%}
+{{- '<|im_start|>' + role + '\\n\\n' -}}
+{%- if tools and loop.first -%}
+{%- for tool in tools -%}{{- tool | tojson(indent=4) + '\\n\\n' -}}{%- endfor -%}
+{%- endif -%}
+{%- if message.tool_calls -%}
+{{- '{"name": "' + message.tool_calls[0].function.name + '", "parameters": ' -}}
+{{- message.tool_calls[0].function.arguments | tojson + '}' -}}
+{%- elif message.role == 'tool' and (message.content is mapping or message.content is iterable) -%}
+{{- message.content | tojson -}}
+{%- else -%}
+{{- message.content | trim -}}
+{%- endif -%}
+{{- '<|im_end|>' -}}
+{%- endfor -%}
+{%- if add_generation_prompt -%}{{- '<|im_start|>assistant\\n\\n' -}}{%- endif -%}
+"""
 
 
 class WordEmbeddings(Embeddings):
@@ -50,6 +97,35 @@ def chat_about(*chunks: str) -> tuple[list[BaseMessage], list[Message]]:
         [SystemMessage("Answer briefly."), HumanMessage(text)],
         [Message("system", "Answer briefly."), Message("user", text)],
     )
+
+
+class Reused(BaseCallbackHandler):
+    """Hears of every answer how many chunks were taken from packets, and how many were missed."""
+
+    def __init__(self) -> None:
+        self.chunks: list[int] = []
+        self.misses: list[list[dict[str, str]]] = []
+
+    def on_llm_end(self, response: LLMResult, **_: Any) -> None:
+        generation = response.generations[0][0]
+        is_chat = isinstance(generation, ChatGeneration)
+        facts = generation.message.response_metadata if is_chat else generation.generation_info or {}
+        self.chunks.append(facts["chunks_reused"])
+        self.misses.append(facts["misses"])
+
+
+def script(monkeypatch: pytest.MonkeyPatch, engine: KVPacketEngine, *answers: str) -> None:
+    """Make the model write these answers, one a call, whatever it is asked."""
+    left = iter(answers)
+
+    class Script:
+        def __init__(self, *_: Any) -> None:
+            self.ids = iter([*engine.token_ids(next(left)), *engine.backbone.eos_ids])
+
+        def pick(self, _: Any) -> int:
+            return next(self.ids)
+
+    monkeypatch.setattr("kvpacket_rag.engine.Sampler", Script)
 
 
 def across_tokens(pieces: list[str]) -> str:

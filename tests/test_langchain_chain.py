@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import socket
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CHUNKS
+from langchain_core.caches import InMemoryCache
+from langchain_core.messages import HumanMessage, trim_messages
 from langchain_core.output_parsers import StrOutputParser
 from langchain_core.prompts import ChatPromptTemplate, PromptTemplate
 from langchain_core.runnables import Runnable, RunnablePassthrough
 from langchain_core.runnables.base import RunnableSerializable
 from langchain_kvpacket import ChatKVPacket, KVPacketEmbeddings, KVPacketLLM, KVPacketVectorStore, format_docs
-from langchain_samples import QUESTION, WordEmbeddings, documents
+from langchain_samples import QUESTION, WordEmbeddings, documents, slow
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, Message
 
@@ -92,6 +95,34 @@ def test_a_changed_text_is_answered_from_its_new_packet(store: KVPacketVectorSto
     asked = [Message("system", "Answer briefly."), Message("user", f"{new}\n\nQuestion: {QUESTION}")]
     assert message.content == store.engine.generate(asked, GenerationSettings(max_new_tokens=8)).text
     assert message.response_metadata["chunks_reused"] == 1
+
+
+async def test_events_tell_the_documents_and_every_piece_of_the_answer(store: KVPacketVectorStore):
+    chain = chain_of(store, CHAT_PROMPT, ChatKVPacket(engine=store.engine, max_tokens=8), k=2)
+    events = [event async for event in chain.astream_events(QUESTION, version="v2")]
+    data = {name: [e["data"] for e in events if e["event"] == name] for name in {e["event"] for e in events}}
+    expected = chain.invoke(QUESTION)
+    assert data["on_retriever_end"][0]["output"] == store.similarity_search(QUESTION, 2)
+    assert "".join(piece["chunk"].text for piece in data["on_chat_model_stream"]) == expected.text
+    assert data["on_chat_model_end"][0]["output"].response_metadata["chunks_reused"] == 2
+
+
+def test_a_cached_answer_is_served_until_what_is_retrieved_changes(
+    store: KVPacketVectorStore, monkeypatch: pytest.MonkeyPatch
+):
+    began = slow(store.engine, monkeypatch, 0)
+    chain = chain_of(store, CHAT_PROMPT, ChatKVPacket(engine=store.engine, max_tokens=8, cache=InMemoryCache()), k=1)
+    first, count = chain.invoke(QUESTION), len(began)
+    assert chain.invoke(QUESTION).content == first.content and len(began) == count > 0
+    store.add_texts([CHUNKS[1].replace("Ada Marlow", "Bo Lind")], ids=["d1"])
+    assert chain.invoke(QUESTION).response_metadata["chunks_reused"] == 1 and len(began) > count
+
+
+def test_counting_tokens_for_a_chain_opens_no_connection(store: KVPacketVectorStore, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(socket, "socket", lambda *_, **__: pytest.fail("a socket was opened"))
+    for model in (ChatKVPacket(engine=store.engine), KVPacketLLM(engine=store.engine)):
+        trimmed = trim_messages([HumanMessage(text) for text in CHUNKS], max_tokens=90, token_counter=model)
+        assert [message.content for message in trimmed] == CHUNKS[-len(trimmed) :] and 0 < len(trimmed) < 4
 
 
 @pytest.mark.model

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from conftest import CHUNKS
 from langchain_kvpacket import ChatKVPacket
-from langchain_samples import across_tokens, broken, chat_about, lent_contexts, slow
+from langchain_samples import across_tokens, broken, chat_about, lent_contexts, script, slow
 from templates import LLAMA31, tokenizer_with
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine
@@ -68,7 +68,29 @@ def test_a_stream_ends_with_one_chunk_of_usage(chat: ChatKVPacket):
 def test_a_batch_equals_serial_calls(chat: ChatKVPacket):
     chats = [chat_about(chunk, CHUNKS[0])[0] for chunk in CHUNKS]
     serial = [chat.invoke(messages).content for messages in chats]
-    assert [message.content for message in chat.batch(chats * 3)] == serial * 3
+    assert [message.content for message in chat.batch(chats * 4, {"max_concurrency": 8})] == serial * 4
+
+
+def test_every_end_token_of_the_generation_config_ends_an_answer(chat: ChatKVPacket, monkeypatch: pytest.MonkeyPatch):
+    whole = chat.engine.generate(ASKED_OF_ENGINE, GenerationSettings(24)).token_ids
+    end = next(token for place, token in enumerate(whole) if place > 2 and token not in whole[:place])
+    config = chat.engine.backbone.model.generation_config
+    monkeypatch.setattr(config, "eos_token_id", [config.eos_token_id, end])
+    message, kept = chat.invoke(ASKED), whole[: whole.index(end)]
+    assert message.text == chat.engine.backbone.decode(list(kept))
+    assert message.response_metadata["finish_reason"] == "stop"
+    assert message.usage_metadata and message.usage_metadata["output_tokens"] == len(kept) + 1
+
+
+@pytest.mark.parametrize("text", ["渡し船は七時 שלום é", "👩‍👩‍👧‍👦 and 👍🏽 and e\u0301", "한국어 문장 😀"])
+async def test_letters_of_many_bytes_are_streamed_whole(chat: ChatKVPacket, text: str, monkeypatch: pytest.MonkeyPatch):
+    script(monkeypatch, chat.engine, *[text] * 3)
+    chat.max_tokens = 99
+    assert len(chat.engine.token_ids(text)) > len(text)  # so that a token is a part of a letter
+    streams = [[chunk.text for chunk in chat.stream(ASKED)], [chunk.text async for chunk in chat.astream(ASKED)]]
+    for pieces in streams:
+        assert "".join(pieces) == text and "\ufffd" not in "".join(pieces) and len(pieces) > 4
+    assert chat.invoke(ASKED).text == text
 
 
 async def test_a_stop_text_across_two_tokens_ends_the_answer_before_it(chat: ChatKVPacket):

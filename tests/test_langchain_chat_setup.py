@@ -42,9 +42,12 @@ def test_a_call_may_have_its_own_settings(chat: ChatKVPacket):
         ({"max_token": 3}, "unknown argument max_token; it takes .*max_tokens"),
         ({"temperature": -1}, "temperature is -1, expected 0 or at least"),
         ({"model": "gpt-9"}, "asks for model 'gpt-9', but this one answers as 'tiny'"),
-        ({"tools": [{"name": "look"}]}, "tool calling .* not supported"),
+        ({"functions": [{"name": "look"}]}, "the call has functions, but tool calling .* bind_tools"),
         ({"response_format": {"type": "json_object"}}, "structured output are not supported"),
         ({"policy": "some"}, "policy is 'some'"),
+        ({"match": "some"}, "match is 'some', expected 'auto', 'hints', 'off'"),
+        ({"on_miss": "cry"}, "on_miss is 'cry'"),
+        ({"kv_hint": "d1"}, "kv_hint is a str; pass a list"),
     ],
 )
 def test_a_call_that_cannot_be_answered_as_asked_says_why(chat: ChatKVPacket, arguments: dict[str, Any], message: str):
@@ -55,12 +58,6 @@ def test_a_call_that_cannot_be_answered_as_asked_says_why(chat: ChatKVPacket, ar
 def test_a_call_may_name_the_models_own_name_and_what_only_servers_need(chat: ChatKVPacket):
     message = chat.invoke(ASKED, model="tiny", timeout=3, max_retries=0, tools=[])
     assert message.response_metadata["model_name"] == "tiny"
-
-
-def test_tools_and_structured_output_say_what_to_do_instead(chat: ChatKVPacket):
-    for ask in (lambda: chat.bind_tools([]), lambda: chat.with_structured_output({"title": "a", "properties": {}})):
-        with pytest.raises(NotImplementedError, match="use another chat model"):
-            ask()
 
 
 def test_neighbours_of_one_role_are_answered(chat: ChatKVPacket):
@@ -100,8 +97,8 @@ def test_nothing_is_loaded_until_the_first_call_and_then_once(
 async def test_the_model_is_loaded_off_the_event_loop(chat: ChatKVPacket, monkeypatch: pytest.MonkeyPatch):
     threads: list[int] = []
     monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: threads.append(threading.get_ident()) or chat.engine)
-    await ChatKVPacket(max_tokens=2).ainvoke("a")
-    _ = [chunk async for chunk in ChatKVPacket(max_tokens=2).astream("a")]
+    await ChatKVPacket(model="one", max_tokens=2).ainvoke("a")
+    _ = [chunk async for chunk in ChatKVPacket(model="other", max_tokens=2).astream("a")]
     assert len(threads) == 2 and threading.get_ident() not in threads
 
 
@@ -110,7 +107,8 @@ async def test_the_model_is_loaded_off_the_event_loop(chat: ChatKVPacket, monkey
     [
         ({"max_new_token": 3}, "max_new_token"),
         ({"top_p": 0.0}, "top_p is 0.0, expected in"),
-        ({"stop": "\n"}, "stop"),
+        ({"stop": [""]}, "stop"),
+        ({"match": "some"}, "match"),
         ({"store": "library"}, "an engine of model 'tiny' was given, so store can have no effect"),
         ({"model": "other"}, "an engine of model 'tiny' was given, so model can have no effect"),
         ({"engine": "tiny"}, "engine is of type str, expected a KVPacketEngine"),
@@ -161,7 +159,7 @@ async def test_the_first_call_of_a_model_that_is_not_loaded_yet_is_cached_like_a
     monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: chat.engine)
     cache, lengths = InMemoryCache(), []
     for way in ("sync", "async"):
-        chats = [ChatKVPacket(max_tokens=4, cache=cache, stop=[way]) for _ in range(2)]
+        chats = [ChatKVPacket(model="cached", max_tokens=4, cache=cache, stop=[way]) for _ in range(2)]
         for model in (chats[0], chats[0], chats[1]):
             _ = model.invoke(ASKED) if way == "sync" else await model.ainvoke(ASKED)
             lengths.append(len(began))

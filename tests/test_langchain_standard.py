@@ -13,7 +13,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.language_models import BaseChatModel
 from langchain_core.messages import AIMessage, AIMessageChunk
 from langchain_core.vectorstores import VectorStore
-from langchain_kvpacket import ChatKVPacket, KVPacketEmbeddings, KVPacketVectorStore
+from langchain_kvpacket import ChatKVPacket, KVPacketEmbeddings, KVPacketRetriever, KVPacketVectorStore
 from langchain_tests.integration_tests import (
     ChatModelIntegrationTests,
     EmbeddingsIntegrationTests,
@@ -44,7 +44,7 @@ class _OverTinyModel:
 
     @property
     def has_tool_calling(self) -> bool:
-        return False  # bind_tools is defined only to say what to do instead
+        return False  # the tiny model writes no calls, and no model can be forced to; see test_langchain_tools.py
 
     @property
     def supports_model_override(self) -> bool:
@@ -86,12 +86,12 @@ class TestRetriever(RetrieversIntegrationTests):
     store: KVPacketVectorStore
 
     @property
-    def retriever_constructor(self) -> Any:
-        return lambda k=4: self.store.as_retriever(search_kwargs={"k": k})
+    def retriever_constructor(self) -> type[KVPacketRetriever]:
+        return KVPacketRetriever
 
     @property
     def retriever_constructor_params(self) -> dict[str, Any]:
-        return {}
+        return {"vectorstore": self.store}
 
     @property
     def retriever_query_example(self) -> str:

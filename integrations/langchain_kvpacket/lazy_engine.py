@@ -1,14 +1,17 @@
-"""An engine that is loaded when it is first needed, and shared by every model made from it."""
+"""An engine that is loaded when it is first needed, and shared by all who ask for the same one."""
 
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any, Self
+from weakref import WeakSet, WeakValueDictionary
 
-from kvpacket_rag import Adapter, KVPacketEngine, KVPacketError, PacketStore
+from kvpacket_rag import Adapter, KVPacketEngine, KVPacketError, PacketStore, StoreError
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
+from kvpacket_rag.hardware import pick_device, pick_dtype
+from kvpacket_rag.models import resolve_model
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
@@ -19,10 +22,66 @@ class EngineOptions:
 
     model: str = DEFAULT_MODEL
     store: PacketStore | str | Path | None = None
-    adapter: Adapter | str | Path | None = None
+    adapter: Adapter | str | Path | None = "auto"
     device: str = "auto"
     dtype: str = "auto"
     min_match_tokens: int = MIN_MATCH_TOKENS
+
+    def __post_init__(self) -> None:
+        for name in ("store", "adapter"):
+            if isinstance(value := getattr(self, name), Path):
+                object.__setattr__(self, name, str(value))  # the same as the path written as a string
+
+
+OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))
+_engines: WeakValueDictionary[EngineOptions, KVPacketEngine] = WeakValueDictionary()
+_asked_for: WeakSet[LazyEngine] = WeakSet()
+_loading = threading.Lock()
+_naming = threading.Lock()
+
+
+def load_engine(options: EngineOptions) -> KVPacketEngine:
+    """The engine of these options: one a process, for as long as anybody holds it.
+
+    So a vector store and a model that were made apart from the same names share weights and packets.
+    """
+    exact = _exact(options)
+    with _loading:
+        engine = _engines.get(exact)
+        if engine is None:
+            values = {name: getattr(exact, name) for name in OPTION_NAMES if name != "model"}
+            engine = _engines[exact] = KVPacketEngine.load(options.model, **values)
+        return engine
+
+
+def only_engine() -> KVPacketEngine:
+    """The engine that all models of this process are over; the default model's where there are no models yet.
+
+    Raises:
+        StoreError: they are over several.
+    """
+    with _naming:
+        models = list(_asked_for)
+    asked = {lazy.loaded or _wanted(lazy.options or EngineOptions()): lazy for lazy in models}
+    if len(asked) > 1:
+        raise StoreError(
+            f"models over {len(asked)} different engines are in use, so it must be said which of them the packets are "
+            "for; pass the engine of the model that answers, as in engine=chat.engine"
+        )
+    return next((lazy.get() for lazy in asked.values()), None) or load_engine(EngineOptions())
+
+
+def _wanted(options: EngineOptions) -> KVPacketEngine | EngineOptions:
+    """The engine of these options if it is loaded, or else the options."""
+    exact = _exact(options)
+    return _engines.get(exact) or exact
+
+
+def _exact(options: EngineOptions) -> EngineOptions:
+    """The options with everything looked up that several words can stand for."""
+    device = pick_device(options.device)
+    dtype = str(pick_dtype(options.dtype, device)).removeprefix("torch.")
+    return replace(options, model=str(resolve_model(options.model)), device=str(device), dtype=dtype)
 
 
 class LazyEngine:
@@ -35,7 +94,8 @@ class LazyEngine:
     def __init__(self, options: EngineOptions) -> None:
         self.options: EngineOptions | None = options
         self._engine: KVPacketEngine | None = None
-        self._lock = threading.Lock()
+        with _naming:
+            _asked_for.add(self)
 
     @classmethod
     def of(cls, engine: KVPacketEngine) -> Self:
@@ -51,11 +111,10 @@ class LazyEngine:
 
     def get(self) -> KVPacketEngine:
         """The engine; the first call loads it, and others wait meanwhile."""
-        with self._lock:
-            if self._engine is None:
-                options = {name: getattr(self.options, name) for name in EngineOptions.__slots__}
-                self._engine = KVPacketEngine.load(options.pop("model"), **options)
-            return self._engine
+        if self._engine is None and self.options is not None:
+            self._engine = load_engine(self.options)
+        assert self._engine is not None  # __init__ sets options, of() the engine
+        return self._engine
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Any
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
-from langchain_core.language_models import LangSmithParams
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from langchain_core.runnables.config import run_in_executor
-from pydantic import ConfigDict, model_validator
+from pydantic import ConfigDict
 
-from kvpacket_rag import Answer, Message, __version__
+from kvpacket_rag import Answer, Message
 from langchain_kvpacket.options import EngineFields, answer_facts
 
 
@@ -20,37 +18,47 @@ class KVPacketLLM(EngineFields, BaseLLM):
     """Text model that takes the text it knows from packets and reads only the rest.
 
     The prompt is one message of the user when the model has a chat template, so that an instruction
-    model answers it. For whole chats, :class:`ChatKVPacket` keeps the roles apart.
+    model answers it. For whole chats, :class:`ChatKVPacket` keeps the roles apart. Code written for
+    ``HuggingFacePipeline`` runs with this class in its place.
 
     Setup:
         ``pip install "kvpacket-rag[langchain]"``. The model runs in this process; there is no key.
 
-    Key init args:
-        model, store, adapter, device, dtype: what the engine is loaded from; or engine, one that is
-            there already, or :meth:`from_engine`.
+    Key init args — completion params:
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of decoding.
         raw: the prompt is final, with every control token in it.
+        match, on_miss: which chunks are looked for, and what a miss does.
+
+    Key init args — engine params:
+        model, store, adapter, device, dtype: what the engine is loaded from; or engine, one that is
+            there already, or :meth:`from_engine`.
 
     Instantiate:
         >>> llm = KVPacketLLM(model="smollm2-135m-instruct", store="library", max_tokens=64)
+        >>> llm = KVPacketLLM.from_model_id("smollm2-135m-instruct", pipeline_kwargs={"max_new_tokens": 64})
 
     Invoke:
-        >>> llm.invoke(f"{chunk}\\n\\nWho signed it?")  # doctest: +SKIP
+        >>> llm.invoke(f"{chunk}\n\nWho signed it?")  # doctest: +SKIP
+
+    Stream:
+        >>> for piece in llm.stream("Who signed it?"):  # doctest: +SKIP
+        ...     print(piece, end="")
+
+    Async:
+        >>> await llm.ainvoke("Who signed it?")  # doctest: +SKIP
 
     Token usage:
-        ``llm.generate([prompt]).llm_output["token_usage"]``; each generation's ``generation_info`` has
-        chunks_reused, packet_tokens, prefilled_tokens, misses (with reasons), timings and finish_reason.
+        ``llm.generate([prompt]).llm_output["token_usage"]``.
+
+    Response metadata:
+        Each generation's ``generation_info`` has chunks_reused, packet_tokens, prefilled_tokens, misses
+        (with reasons), timings (seconds), finish_reason and token_usage.
     """
 
     model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
 
     raw: bool = False
     """Take the prompt as final text: no chat template is applied."""
-
-    @model_validator(mode="after")
-    def _set_kvpacket_version(self) -> Self:
-        self._add_version("kvpacket-rag", __version__)
-        return self
 
     @property
     def _llm_type(self) -> str:
@@ -59,23 +67,6 @@ class KVPacketLLM(EngineFields, BaseLLM):
     @property
     def _identifying_params(self) -> Mapping[str, Any]:
         return {**self._identity(), "raw": self.raw}
-
-    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
-        return self._trace(super()._get_ls_params(stop, **kwargs), stop)
-
-    def get_token_ids(self, text: str) -> list[int]:
-        """Tokens of a text by the model's own tokenizer."""
-        return self.custom_get_token_ids(text) if self.custom_get_token_ids else self.engine.token_ids(text)
-
-    def generate(self, *args: Any, **kwargs: Any) -> LLMResult:
-        """As in the base class; the engine is loaded first, for the key of the answer cache needs it."""
-        self.shared_engine.get()
-        return super().generate(*args, **kwargs)
-
-    async def agenerate(self, *args: Any, **kwargs: Any) -> LLMResult:
-        """As :meth:`generate`; the engine is loaded in another thread."""
-        await run_in_executor(None, self.shared_engine.get)
-        return await super().agenerate(*args, **kwargs)
 
     def _generate(
         self,

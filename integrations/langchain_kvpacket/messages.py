@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage
 
-from kvpacket_rag import Message, PromptError
+from kvpacket_rag import Message, PromptError, ToolCall
 
 _ROLES = {
     "human": "user",
@@ -24,12 +23,20 @@ _CALLS = ("tool_call", "tool_use", "function_call", "server_tool_call")  # also 
 
 
 def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
-    """The same chat, in text and four roles.
+    """The same chat, in text, four roles and tool calls; oldest first.
 
     Raises:
         PromptError: a message holds an image or other content that is no text, or has a role of its own.
     """
-    return [Message(_role(message), _text(message)) for message in messages]
+    return [
+        Message(_role(message), _text(message), _calls(message), getattr(message, "tool_call_id", None))
+        for message in messages
+    ]
+
+
+def _calls(message: BaseMessage) -> tuple[ToolCall, ...]:
+    found = message.tool_calls if isinstance(message, AIMessage) else []
+    return tuple(ToolCall(call["name"], call["args"], call["id"]) for call in found)
 
 
 def _role(message: BaseMessage) -> str:
@@ -42,8 +49,6 @@ def _role(message: BaseMessage) -> str:
 def _text(message: BaseMessage) -> str:
     content = message.content
     parts = [content] if isinstance(content, str) else [_part(block, message.type) for block in content]
-    if isinstance(message, AIMessage):  # what an earlier turn asked for, or its tool's answer would hang in the air
-        parts += [json.dumps({"name": call["name"], "arguments": call["args"]}) for call in message.tool_calls]
     return "".join(parts)
 
 

@@ -1,28 +1,42 @@
-"""What chat model and text model have in common: where the engine comes from, and how it decodes."""
+"""What chat model and text model have in common: where the engine comes from, and how it decodes and reuses."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
-from langchain_core.language_models import LangSmithParams
-from pydantic import AliasChoices, BaseModel, Field, ValidationInfo, field_validator, model_validator
+from langchain_core.documents import Document
+from langchain_core.language_models import BaseLanguageModel, LangSmithParams
+from langchain_core.outputs import LLMResult
+from langchain_core.runnables.config import run_in_executor
+from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
 
-from kvpacket_rag import Answer, AnswerStream, GenerationSettings, KVPacketEngine, Message, PromptError
+from kvpacket_rag import (
+    Answer,
+    AnswerStream,
+    GenerationSettings,
+    KVPacketEngine,
+    Message,
+    PromptError,
+    Reuse,
+    __version__,
+)
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.engine import Policy
-from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, EngineOptions, LazyEngine
+from kvpacket_rag.reading import Match, OnMiss
+from langchain_kvpacket.huggingface import call_arguments, constructor_arguments
+from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, OPTION_NAMES, EngineOptions, LazyEngine
 
 PROVIDER = "kvpacket"
-_OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))
 _SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
-_CALL_WORDS = (*_SETTINGS, "max_tokens", "max_new_tokens", "model", "policy", "chat_template_kwargs")
+_REUSE = ("match", "on_miss")
+_CALL_WORDS = (*_SETTINGS, *_REUSE, "kv_hint", "max_tokens", "model", "policy", "chat_template_kwargs")
 _IGNORED = ("stream", "timeout", "max_retries", "api_key")  # LangChain's own switch, and what only a server needs
 _TOOL_WORDS = ("tools", "tool_choice", "functions", "function_call", "response_format")
-NO_TOOLS = (
-    "tool calling and structured output are not supported: answers from packets are plain text. Retrieve in the chain "
-    "instead of through a tool, and parse the answer with an output parser; for an agent, use another chat model"
+_NO_TOOLS = (
+    "the call has {}, but tool calling and structured output are not supported this way; bind tools to a ChatKVPacket "
+    "by bind_tools, and parse an answer with an output parser"
 )
 
 
@@ -32,22 +46,41 @@ class Call:
 
     settings: GenerationSettings
     policy: Policy
-    template_kwargs: Mapping[str, Any] | None
+    template_kwargs: Mapping[str, Any]
+    reuse: Reuse
+    hints: tuple[str | Document, ...] = ()
 
     def stream(self, engine: KVPacketEngine, prompt: str | Sequence[Message]) -> AnswerStream:
         """The engine's answer on its way; raises what the engine raises."""
-        return engine.stream(prompt, self.settings, policy=self.policy, template_kwargs=self.template_kwargs)
+        reuse = Reuse(self.reuse.match, packet_ids(engine, self.hints), self.reuse.on_miss)
+        template_kwargs = self.template_kwargs or None
+        return engine.stream(prompt, self.settings, policy=self.policy, template_kwargs=template_kwargs, reuse=reuse)
 
 
-class EngineFields(BaseModel):
-    """Fields of a model over an engine. Construction loads nothing; the first call does."""
+def packet_ids(engine: KVPacketEngine, retrieved: Sequence[str | Document]) -> tuple[str, ...]:
+    """Packet ids of what was retrieved: of documents by their text, empty ones left out; ids stay as they are."""
+    names = [
+        item if isinstance(item, str) else engine.encoder.identify(item.page_content)[0]
+        for item in retrieved
+        if isinstance(item, str) or item.page_content.strip()
+    ]
+    return tuple(dict.fromkeys(names))
 
-    model: str = Field(default=DEFAULT_MODEL, validation_alias=AliasChoices("model", "model_name", "model_id"))
-    """Short name, path or hub name."""
+
+class EngineFields(BaseLanguageModel[Any]):
+    """A model over an engine. Construction loads nothing; the first call does.
+
+    Arguments of langchain-huggingface's classes are taken too; see :mod:`langchain_kvpacket.huggingface`.
+    """
+
+    model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
+
+    model: str = DEFAULT_MODEL
+    """Short name, path or hub name; ``model_name`` and ``model_id`` are other words for it."""
     store: Any = None
     """Folder or :class:`kvpacket_rag.PacketStore` of the packets; None for memory."""
-    adapter: Any = None
-    """Adapter or its file; None for bare chunks."""
+    adapter: Any = "auto"
+    """Adapter or its file; ``"auto"`` for the one that ships for these weights, None for bare chunks."""
     device: str = "auto"
     """CUDA, then MPS, then the CPU."""
     dtype: str = "auto"
@@ -56,8 +89,12 @@ class EngineFields(BaseModel):
     """Shorter chunks are not looked for in a prompt."""
     policy: Policy = "packets"
     """``"prefill"`` reads every prompt in full."""
-    max_tokens: int | None = Field(default=None, validation_alias=AliasChoices("max_tokens", "max_new_tokens"))
-    """Most tokens of an answer."""
+    match: Match = "auto"
+    """``"auto"`` looks for every known chunk, ``"hints"`` for a call's ``kv_hint`` only, ``"off"`` for none."""
+    on_miss: OnMiss = "prefill"
+    """A miss is counted; ``"warn"`` logs it too, ``"error"`` raises PacketMissError in place of an answer."""
+    max_tokens: int | None = None
+    """Most tokens of an answer, 256 by default; ``max_new_tokens`` is another word for it."""
     temperature: float | None = None
     """0 takes the most likely token each time."""
     top_p: float | None = None
@@ -66,7 +103,7 @@ class EngineFields(BaseModel):
     repetition_penalty: float | None = None
     seed: int | None = None
     """Of the draw; None for a new one each time."""
-    stop: list[str] | None = Field(default=None, validation_alias=AliasChoices("stop", "stop_sequences"))
+    stop: list[str] | None = None
     """Texts at which an answer ends; they are cut from it. A call's own ``stop`` replaces them."""
     chat_template_kwargs: dict[str, Any] | None = None
     """Passed on to the model's chat template."""
@@ -77,12 +114,20 @@ class EngineFields(BaseModel):
     shared_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False, validate_default=True)
     """Pass ``engine=``, an engine that is there already, instead of the first six fields."""
 
+    @model_validator(mode="before")
+    @classmethod
+    def _take_other_words(cls, values: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return constructor_arguments(values)
+        except PromptError as error:
+            raise ValueError(str(error)) from error
+
     @field_validator("shared_engine")
     @classmethod
     def _share_engine(cls, value: Any, info: ValidationInfo) -> LazyEngine | None:
-        if any(name not in info.data for name in _OPTION_NAMES):
+        if any(name not in info.data for name in OPTION_NAMES):
             return None  # the error of that field is reported
-        options = EngineOptions(**{name: info.data[name] for name in _OPTION_NAMES})
+        options = EngineOptions(**{name: info.data[name] for name in OPTION_NAMES})
         lazy = LazyEngine.of(value) if isinstance(value, KVPacketEngine) else value
         if lazy is None:
             return LazyEngine(options)
@@ -92,7 +137,7 @@ class EngineFields(BaseModel):
             return lazy if lazy.options == options else LazyEngine(options)
         name = lazy.get().model_name
         expected = EngineOptions(options.model if options.model in (DEFAULT_MODEL, name) else name)
-        if wrong := [field for field in _OPTION_NAMES if getattr(options, field) != getattr(expected, field)]:
+        if wrong := [field for field in OPTION_NAMES if getattr(options, field) != getattr(expected, field)]:
             raise ValueError(
                 f"an engine of model {name!r} was given, so {', '.join(wrong)} can have no effect; leave that out, or "
                 "pass no engine"
@@ -101,6 +146,7 @@ class EngineFields(BaseModel):
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
+        self._add_version("kvpacket-rag", __version__)
         if self.shared_engine.options is None:
             self.model = self.engine.model_name
         try:
@@ -114,11 +160,50 @@ class EngineFields(BaseModel):
         """A model over an engine that is there already, so that weights and packets are shared."""
         return cls(engine=engine, **fields)
 
+    @classmethod
+    def from_model_id(cls, model_id: str, task: str | None = None, **fields: Any) -> Self:
+        """A model by name, with the arguments that langchain-huggingface's ``from_model_id`` takes.
+
+        Args:
+            model_id: short name, path or hub name.
+            task: ``"text-generation"``, the only one there is.
+            fields: of this class, or device_map, model_kwargs, pipeline_kwargs and batch_size.
+        """
+        return cls(**{"model": model_id, "task": task, **fields})
+
     @property
     def engine(self) -> KVPacketEngine:
         """The engine; loaded here, if nothing needed it before."""
         engine: KVPacketEngine = self.shared_engine.get()
         return engine
+
+    def shared_fields(self) -> dict[str, Any]:
+        """What another model takes over that is made around this one: engine, decoding and reuse."""
+        names = (*OPTION_NAMES, *_SETTINGS, *_REUSE, "policy", "max_tokens", "stop", "chat_template_kwargs")
+        return {"engine": self.shared_engine, **{name: getattr(self, name) for name in names}}
+
+    def get_token_ids(self, text: str) -> list[int]:
+        """Tokens of a text by the model's own tokenizer."""
+        return self.custom_get_token_ids(text) if self.custom_get_token_ids else self.engine.token_ids(text)
+
+    def generate(self, *args: Any, **kwargs: Any) -> LLMResult:
+        """As in the base class; the engine is loaded first, for the key of the answer cache needs it."""
+        self.shared_engine.get()
+        result: LLMResult = super().generate(*args, **kwargs)  # type: ignore[misc]  # of BaseChatModel or BaseLLM
+        return result
+
+    async def agenerate(self, *args: Any, **kwargs: Any) -> LLMResult:
+        """As :meth:`generate`; the engine is loaded in another thread."""
+        await run_in_executor(None, self.shared_engine.get)
+        result: LLMResult = await super().agenerate(*args, **kwargs)  # type: ignore[misc]
+        return result
+
+    def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
+        params = super()._get_ls_params(stop, **kwargs)
+        params["ls_provider"] = PROVIDER
+        if stops := _first(stop, self.stop):
+            params["ls_stop"] = stops
+        return params
 
     def _call(self, stop: list[str] | None, kwargs: Mapping[str, Any]) -> Call:
         """How to answer one call: as it says itself, and as the model's fields say for the rest.
@@ -126,19 +211,24 @@ class EngineFields(BaseModel):
         Raises:
             PromptError: an argument is unknown or out of its range, asks for tools, or names another model.
         """
+        kwargs = call_arguments(kwargs)
         self._check_arguments(kwargs)
-        values = {name: _first(kwargs.get(name), getattr(self, name)) for name in _SETTINGS}
-        values["max_new_tokens"] = _first(kwargs.get("max_tokens"), kwargs.get("max_new_tokens"), self.max_tokens)
-        stops = _first(stop, self.stop, ())
+        values = {name: _first(kwargs.get(name), getattr(self, name)) for name in (*_SETTINGS, *_REUSE)}
+        reuse = Reuse(match=values.pop("match"), on_miss=values.pop("on_miss"))
+        values["max_new_tokens"] = _first(kwargs.get("max_tokens"), self.max_tokens)
+        stops = _first(stop, kwargs.get("stop"), self.stop, ())
         stops = (stops,) if isinstance(stops, str) else tuple(stops)
         settings = GenerationSettings(stop=stops, **{name: v for name, v in values.items() if v is not None})
         template_kwargs = {**(self.chat_template_kwargs or {}), **(kwargs.get("chat_template_kwargs") or {})}
-        return Call(settings, _first(kwargs.get("policy"), self.policy), template_kwargs or None)
+        policy, hints = _first(kwargs.get("policy"), self.policy), kwargs.get("kv_hint") or ()
+        if isinstance(hints, str | Document):
+            raise PromptError(f"kv_hint is a {type(hints).__name__}; pass a list of packet ids or of Documents")
+        return Call(settings, policy, template_kwargs, reuse, tuple(hints))
 
     def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
-        if any(kwargs.get(name) for name in _TOOL_WORDS):
-            raise PromptError(NO_TOOLS)
-        if unknown := sorted(kwargs.keys() - {*_CALL_WORDS, *_IGNORED, *_TOOL_WORDS}):
+        if asked := [name for name in _TOOL_WORDS if kwargs.get(name)]:
+            raise PromptError(_NO_TOOLS.format(", ".join(asked)))
+        if unknown := sorted(kwargs.keys() - {*_CALL_WORDS, *_IGNORED, *_TOOL_WORDS, "stop"}):
             known = ", ".join(sorted([*_CALL_WORDS, "stop"]))
             raise PromptError(f"the call has the unknown argument {', '.join(unknown)}; it takes {known}")
         if kwargs.get("model") not in (None, self.model):
@@ -160,17 +250,12 @@ class EngineFields(BaseModel):
             "model": self.model,
             "packets": engine.signature.digest if engine else "not loaded",
             "policy": call.policy,
+            "match": call.reuse.match,
+            "on_miss": call.reuse.on_miss,
             "chat_template_kwargs": call.template_kwargs,
             "stops_by_default": stops,
             **settings,
         }
-
-    def _trace(self, params: LangSmithParams, stop: list[str] | None) -> LangSmithParams:
-        """LangSmith's parameters, completed."""
-        params["ls_provider"] = PROVIDER
-        if stops := _first(stop, self.stop):
-            params["ls_stop"] = stops
-        return params
 
 
 def answer_facts(model: str, answer: Answer) -> dict[str, Any]:

@@ -16,8 +16,10 @@ from kvpacket_rag import KVPacketEngine, KVPacketRAG, PacketIndex, StoreError
 from langchain_kvpacket.chunk_library import ChunkLibrary
 from langchain_kvpacket.documents import Filter, to_chunks, to_condition, to_document
 from langchain_kvpacket.embeddings import KVPacketEmbeddings, LangChainEmbedder
+from langchain_kvpacket.lazy_engine import EngineOptions, load_engine, only_engine
 
-_HARMLESS = ("fetch_k", "lambda_mult", "score_threshold")  # of other kinds of search, passed to all by retrievers
+# Of other kinds of search, which retrievers pass to all; and what LangChain's index() passes while adding.
+_HARMLESS = ("fetch_k", "lambda_mult", "score_threshold", "batch_size")
 
 
 class KVPacketVectorStore(VectorStore):
@@ -31,7 +33,7 @@ class KVPacketVectorStore(VectorStore):
 
     Key init args:
         embedding: any LangChain embeddings, such as :class:`KVPacketEmbeddings`.
-        engine: makes the packets and keeps them in its store.
+        engine: makes the packets and keeps them in its store; None for the one that models here are over.
         index: of rows and vectors; in memory by default. :meth:`open` keeps all in one folder.
 
     Instantiate:
@@ -41,22 +43,35 @@ class KVPacketVectorStore(VectorStore):
         >>> store.add_documents(documents, ids=names)  # doctest: +SKIP
         >>> store.delete(names[:1])                    # doctest: +SKIP
 
+    Search:
+        >>> store.similarity_search("Who signed the lease?", k=4)  # doctest: +SKIP
+
+    Async:
+        >>> await store.asimilarity_search("Who signed the lease?", k=4)  # doctest: +SKIP
+
     Use in a chain:
         >>> chat = ChatKVPacket.from_engine(store.engine)     # doctest: +SKIP
         >>> retriever = store.as_retriever(search_kwargs={"k": 4})  # doctest: +SKIP
     """
 
-    def __init__(self, embedding: Embeddings, engine: KVPacketEngine, index: PacketIndex | None = None) -> None:
+    def __init__(
+        self, embedding: Embeddings, engine: KVPacketEngine | None = None, index: PacketIndex | None = None
+    ) -> None:
         """Over an engine and an index that are there already.
+
+        Args:
+            embedding: of texts and questions.
+            engine: None for the one that the models of this process are over, the default model's if there are none.
+            index: None for an empty one in memory.
 
         Raises:
             PacketMismatchError: the index was built with another model, adapter or dtype.
-            StoreError: it was built with other embeddings.
+            StoreError: it was built with other embeddings, or no engine is given and there are several.
         """
-        self.engine = engine
+        self.engine = engine if engine is not None else only_engine()
         self.index = index if index is not None else PacketIndex.open(None)
         self._embeddings = embedding
-        self._library = ChunkLibrary(engine, self.index, LangChainEmbedder(embedding))
+        self._library = ChunkLibrary(self.engine, self.index, LangChainEmbedder(embedding))
         self._own_engine = False
 
     @classmethod
@@ -106,7 +121,8 @@ class KVPacketVectorStore(VectorStore):
         Args:
             engine: one that is there already; the index is then in memory.
             folder: where to keep everything; None for memory.
-            engine_options: when no engine is given; see :meth:`open`.
+            engine_options: to load an engine by; see :meth:`open`. A model made with the same ones has the same
+                engine. Without engine, folder and options, it is the one that the models of this process are over.
         """
         if engine is not None and (folder is not None or engine_options):
             raise StoreError(
@@ -116,7 +132,7 @@ class KVPacketVectorStore(VectorStore):
         if folder is not None:
             store = cls.open(folder, embedding, **engine_options)
         else:
-            store = cls(embedding, engine if engine is not None else KVPacketEngine.load(**engine_options))
+            store = cls(embedding, load_engine(EngineOptions(**engine_options)) if engine_options else engine)
         store.add_texts(texts, metadatas, ids=ids)
         return store
 

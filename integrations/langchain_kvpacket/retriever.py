@@ -1,0 +1,107 @@
+"""A LangChain retriever whose documents all have packets, from any vector store."""
+
+from __future__ import annotations
+
+from typing import Any, Literal, Self
+
+from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
+from langchain_core.documents import Document
+from langchain_core.retrievers import BaseRetriever
+from langchain_core.runnables.config import run_in_executor
+from langchain_core.vectorstores import VectorStore
+from pydantic import ConfigDict, Field, model_validator
+
+from kvpacket_rag import KVPacketEngine
+
+_OPTIONS = {
+    "similarity": ("k", "filter"),
+    "mmr": ("k", "filter", "fetch_k", "lambda_mult"),
+    "similarity_score_threshold": ("k", "filter", "score_threshold"),
+}
+
+
+class KVPacketRetriever(BaseRetriever):
+    """Retriever that leaves no document without a packet.
+
+    Over a :class:`KVPacketVectorStore` the packets are there, but for those that were evicted. Over any other vector
+    store, such as Chroma or pgvector, a chunk gets its packet when it is first retrieved.
+
+    Setup:
+        ``pip install "kvpacket-rag[langchain]"``.
+
+    Key init args:
+        vectorstore: any LangChain vector store.
+        engine: of the model that answers; a KVPacketVectorStore brings its own.
+        k: how many documents.
+        search_type: "similarity", "mmr" or "similarity_score_threshold".
+        filter, fetch_k, lambda_mult, score_threshold: of the search.
+
+    Instantiate:
+        >>> retriever = KVPacketRetriever(vectorstore=store, k=4)  # doctest: +SKIP
+        >>> retriever = KVPacketRetriever(vectorstore=chroma, engine=chat.engine)  # doctest: +SKIP
+
+    Usage:
+        A call may have options of its own.
+
+        >>> retriever.invoke("Who signed the lease?", k=2)  # doctest: +SKIP
+
+    Use in a chain:
+        >>> {"context": retriever | format_docs, "question": RunnablePassthrough()} | prompt | chat  # doctest: +SKIP
+    """
+
+    model_config = ConfigDict(arbitrary_types_allowed=True, extra="forbid")
+
+    vectorstore: VectorStore
+    engine: KVPacketEngine | None = Field(default=None, exclude=True, repr=False)
+    """None for the vector store's own."""
+    search_type: Literal["similarity", "mmr", "similarity_score_threshold"] = "similarity"
+    k: int = Field(default=4, ge=1)
+    filter: Any = None
+    """As the vector store takes it; None for all documents."""
+    fetch_k: int = Field(default=20, ge=1)
+    """How many documents ``"mmr"`` chooses from."""
+    lambda_mult: float = Field(default=0.5, ge=0, le=1)
+    """For ``"mmr"``: 1 counts nearness alone, 0 difference alone."""
+    score_threshold: float | None = Field(default=None, ge=0, le=1)
+    """Least relevance for ``"similarity_score_threshold"``."""
+
+    @model_validator(mode="after")
+    def _check(self) -> Self:
+        if self.search_type == "similarity_score_threshold" and self.score_threshold is None:
+            raise ValueError("search_type 'similarity_score_threshold' needs a score_threshold, from 0 to 1")
+        if self.engine is None:
+            self.engine = getattr(self.vectorstore, "engine", None)
+        if not isinstance(self.engine, KVPacketEngine):
+            raise ValueError(
+                f"a {type(self.vectorstore).__name__} makes no packets; pass the engine of the model that answers, as "
+                "in KVPacketRetriever(vectorstore=..., engine=chat.engine)"
+            )
+        return self
+
+    def _get_relevant_documents(
+        self, query: str, *, run_manager: CallbackManagerForRetrieverRun, **options: Any
+    ) -> list[Document]:
+        search = self._with(options)
+        return search._encoded(self.vectorstore.search(query, search.search_type, **search._arguments()))
+
+    async def _aget_relevant_documents(
+        self, query: str, *, run_manager: AsyncCallbackManagerForRetrieverRun, **options: Any
+    ) -> list[Document]:
+        search = self._with(options)
+        found = await self.vectorstore.asearch(query, search.search_type, **search._arguments())
+        return await run_in_executor(None, search._encoded, found)
+
+    def _with(self, options: dict[str, Any]) -> Self:
+        """This retriever with the options of one call, which are checked like those of the constructor."""
+        fields = {name: getattr(self, name) for name in self.model_fields_set}
+        return type(self)(**{**fields, **options}) if options else self
+
+    def _arguments(self) -> dict[str, Any]:
+        values = {name: getattr(self, name) for name in _OPTIONS[self.search_type]}
+        return {name: value for name, value in values.items() if value is not None}
+
+    def _encoded(self, documents: list[Document]) -> list[Document]:
+        """The documents, every one with its packet."""
+        if self.engine is not None:
+            self.engine.encode([text for document in documents if (text := document.page_content).strip()])
+        return documents

@@ -1,0 +1,217 @@
+"""Scripts written for langchain-huggingface's local classes run after changing the import and the class names."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from weakref import WeakSet, WeakValueDictionary
+
+import pytest
+import torch
+from conftest import CHUNKS
+from langchain_core.documents import Document
+from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
+from langchain_kvpacket import ChatKVPacket, KVPacketEmbeddings, KVPacketLLM
+from langchain_samples import WordEmbeddings, across_tokens, chat_about
+from pydantic import ValidationError
+from transformers import pipeline
+
+from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PromptError
+
+ASKED, ASKED_OF_ENGINE = chat_about(CHUNKS[1])
+
+
+@pytest.fixture(autouse=True)
+def _no_engines_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("langchain_kvpacket.lazy_engine._engines", WeakValueDictionary())
+    monkeypatch.setattr("langchain_kvpacket.lazy_engine._asked_for", WeakSet())
+
+
+TEXT_SCRIPT = """
+from langchain_core.output_parsers import StrOutputParser
+from langchain_core.prompts import PromptTemplate
+from langchain_core.runnables import RunnablePassthrough
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_huggingface import HuggingFacePipeline
+
+llm = HuggingFacePipeline.from_model_id(
+    model_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    task="text-generation",
+    device=-1,
+    batch_size=2,
+    model_kwargs={"torch_dtype": torch.float32, "trust_remote_code": False},
+    pipeline_kwargs={
+        "max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.03, "return_full_text": False, "top_k": 10
+    },
+)
+store = InMemoryVectorStore.from_documents(documents, embeddings)
+prompt = PromptTemplate.from_template("Answer from this context:\\n{context}\\n\\nQuestion: {question}\\nAnswer:")
+retriever = store.as_retriever(search_kwargs={"k": 2})
+context = retriever | (lambda found: "\\n\\n".join(document.page_content for document in found))
+chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm.bind(skip_prompt=True)
+answer = (chain | StrOutputParser()).invoke(question)
+result = llm.generate([prompt.format(context=context.invoke(question), question=question)])
+print(result.generations[0][0].generation_info)
+"""
+CHAT_SCRIPT = """
+from langchain_core.messages import HumanMessage, SystemMessage
+from langchain_core.vectorstores import InMemoryVectorStore
+from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
+
+llm = HuggingFacePipeline.from_model_id(
+    model_id="HuggingFaceTB/SmolLM2-135M-Instruct",
+    task="text-generation",
+    device_map="cpu",
+    pipeline_kwargs=dict(max_new_tokens=24, do_sample=False, repetition_penalty=1.03),
+)
+chat = ChatHuggingFace(llm=llm, verbose=False)
+store = InMemoryVectorStore.from_documents(documents, embeddings)
+found = store.similarity_search(question, k=2)
+text = "\\n\\n".join(document.page_content for document in found)
+message = chat.invoke([SystemMessage(content="Answer from:\\n\\n" + text), HumanMessage(content=question)])
+answer = message.content
+print(message.response_metadata)
+"""
+RENAMED = {
+    "langchain_core.vectorstores import InMemory": "langchain_kvpacket import KVPacket",
+    "InMemoryVectorStore": "KVPacketVectorStore",
+    "langchain_huggingface": "langchain_kvpacket",
+    "ChatHuggingFace": "ChatKVPacket",
+    "HuggingFacePipeline": "KVPacketLLM",
+}
+
+
+def run(script: str, embeddings: Any) -> dict[str, Any]:
+    for old, new in RENAMED.items():
+        script = script.replace(old, new)
+    scope: dict[str, Any] = {
+        "torch": torch,
+        "documents": [Document(text) for text in CHUNKS],
+        "embeddings": embeddings,
+        "question": "Who signed the lease of the harbour office?",
+    }
+    exec(compile(script, "script", "exec"), scope)
+    return scope
+
+
+@pytest.mark.parametrize("script", [TEXT_SCRIPT, CHAT_SCRIPT])
+def test_a_script_answers_from_packets_and_prints_reuse(
+    script: str, engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: engine)
+    scope = run(script, WordEmbeddings())
+    printed = capsys.readouterr().out
+    assert scope["answer"] and scope["llm"].engine is scope["store"].engine is engine
+    assert "'chunks_reused': 2" in printed and "'misses': []" in printed
+    assert all(scope["llm"].model_copy().get_num_tokens(text) > 9 for text in CHUNKS)
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("script", [TEXT_SCRIPT, CHAT_SCRIPT])
+def test_a_script_gets_the_real_models_answer(script: str, capsys: pytest.CaptureFixture[str]):
+    scope = run(script, KVPacketEmbeddings())
+    assert "Ada Marlow" in scope["answer"] and "'chunks_reused': 2" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "expected"),
+    [
+        ({"pipeline_kwargs": {"max_new_tokens": 9}}, {"max_tokens": 9}),
+        ({"pipeline_kwargs": {"max_new_tokens": 9}, "max_tokens": 3}, {"max_tokens": 3}),
+        ({"pipeline_kwargs": {"do_sample": False, "temperature": 0.7}}, {"temperature": 0.0}),
+        ({"pipeline_kwargs": {"do_sample": True}}, {"temperature": 1.0}),
+        (
+            {"pipeline_kwargs": {"do_sample": True, "temperature": 0.2, "top_p": 0.9}},
+            {"temperature": 0.2, "top_p": 0.9},
+        ),
+        ({"model_kwargs": {"temperature": 0.1}, "pipeline_kwargs": {"temperature": 0.4}}, {"temperature": 0.4}),
+        ({"pipeline_kwargs": {"stop_strings": "\n", "num_return_sequences": 1}}, {"stop": ["\n"]}),
+        ({"stop_sequences": ["a", "b"], "n": 1, "logprobs": False}, {"stop": ["a", "b"]}),
+        ({"device": -1}, {"device": "cpu"}),
+        ({"device": 1}, {"device": "cuda:1"}),
+        ({"device_map": "auto"}, {"device": "auto"}),
+        ({"device_map": {"": "cpu"}}, {"device": "cpu"}),
+        (
+            {"model_kwargs": {"torch_dtype": torch.bfloat16, "device_map": "cpu"}},
+            {"dtype": "bfloat16", "device": "cpu"},
+        ),
+        ({"model_kwargs": {"dtype": "auto"}, "batch_size": 4, "device": None}, {"dtype": "auto", "device": "auto"}),
+    ],
+)
+@pytest.mark.parametrize("make", [ChatKVPacket, KVPacketLLM])
+def test_arguments_keep_their_meaning(make: Any, arguments: dict[str, Any], expected: dict[str, Any]):
+    for model in (
+        make(model_id="gpt-none", **arguments),
+        make.from_model_id("gpt-none", "text-generation", **arguments),
+    ):
+        assert {name: getattr(model, name) for name in expected} == expected and model.model == "gpt-none"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"pipeline_kwargs": {"return_full_text": True}}, "return_full_text is True, and here it can only be False"),
+        ({"pipeline_kwargs": {"num_beams": 4}}, "num_beams is 4"),
+        ({"pipeline_kwargs": {"max_length": 99}}, "max_length counts the prompt too; pass max_new_tokens"),
+        ({"pipeline_kwargs": {"eos_token_id": [2, 3]}}, r"eos_token_id=\[2, 3\] has no counterpart"),
+        ({"model_kwargs": {"load_in_4bit": True}}, "load_in_4bit=True has no counterpart"),
+        ({"device_map": {"model.embed": 0, "lm_head": 1}}, "packets need the model on one device"),
+        ({"task": "summarization"}, "task is 'summarization'"),
+        ({"backend": "openvino"}, "backend is 'openvino'"),
+        ({"n": 2}, "n is 2"),
+        ({"llm": "gpt2"}, "llm is a str, expected a KVPacketLLM"),
+        ({"presence_penalty": 0.5}, "presence_penalty"),
+    ],
+)
+def test_what_cannot_be_done_is_refused_by_name(arguments: dict[str, Any], message: str):
+    with pytest.raises(ValidationError, match=message):
+        ChatKVPacket(model_id="gpt-none", **arguments)
+
+
+def test_a_chat_model_takes_over_what_its_text_model_says(engine: KVPacketEngine):
+    llm = KVPacketLLM(engine=engine, pipeline_kwargs={"max_new_tokens": 5}, match="off", stop=["never"])
+    chat = ChatKVPacket(llm=llm, temperature=0.0)
+    assert (chat.engine, chat.max_tokens, chat.match, chat.stop) == (engine, 5, "off", ["never"])
+    assert ChatKVPacket(llm=llm, max_tokens=2).invoke("Hi").usage_metadata["output_tokens"] == 2  # type: ignore[index]
+    named = KVPacketLLM(model="gpt-none", store="library")
+    assert ChatKVPacket(llm=named).shared_engine is named.shared_engine
+
+
+def test_a_call_may_pack_its_arguments(engine: KVPacketEngine):
+    llm = KVPacketLLM(engine=engine, max_tokens=24)
+    expected = engine.generate([Message("user", "Hi")], GenerationSettings(3)).text
+    assert llm.invoke("Hi", pipeline_kwargs={"max_new_tokens": 3, "do_sample": False}) == expected
+    assert llm.bind(pipeline_kwargs={"max_new_tokens": 9}, max_tokens=3).invoke("Hi", skip_prompt=True) == expected
+    with pytest.raises(PromptError, match="num_beams is 2"):
+        llm.invoke("Hi", pipeline_kwargs={"num_beams": 2})
+
+
+def test_a_pipeline_gives_its_model_tokenizer_and_settings(backbone: Any):
+    made = pipeline("text-generation", model=backbone.model, tokenizer=backbone.tokenizer, max_new_tokens=5)
+    llm = KVPacketLLM(pipeline=made)
+    llm.engine.encode(CHUNKS)
+    info = llm.generate([CHUNKS[1]]).generations[0][0].generation_info
+    assert llm.engine.backbone.model is backbone.model and info
+    assert (info["chunks_reused"], info["token_usage"]["completion_tokens"]) == (1, 5)
+
+
+def test_a_tokenizer_beside_the_model_brings_its_template(engine: KVPacketEngine):
+    class Tokenizer:
+        chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}?"
+
+    chat = ChatKVPacket(llm=KVPacketLLM(engine=engine), tokenizer=Tokenizer(), max_tokens=3)
+    assert chat.invoke("Hi").usage_metadata["input_tokens"] == engine.count_tokens("Hi?")  # type: ignore[index]
+
+
+async def test_the_faults_of_the_original_are_not_inherited(engine: KVPacketEngine):
+    engine.encode(CHUNKS)
+    chat = ChatKVPacket(llm=KVPacketLLM(engine=engine, max_tokens=24))
+    message = chat.invoke(ASKED)
+    assert message.text == engine.generate(ASKED_OF_ENGINE, GenerationSettings(24)).text  # no prompt before it
+    assert message.usage_metadata and json.dumps(message.response_metadata)
+    assert (await chat.ainvoke(ASKED)).text == message.text
+    stop = across_tokens([chunk.text async for chunk in chat.astream(ASKED)])
+    assert chat.invoke(ASKED, stop=[stop]).text == message.text.split(stop)[0]
+    assert chat.bind(max_new_tokens=3).invoke(ASKED).usage_metadata["output_tokens"] == 3  # type: ignore[index]
+    call = AIMessage("", tool_calls=[{"name": "look", "args": {}, "id": "1"}])
+    assert chat.invoke([HumanMessage("?"), call, ToolMessage(CHUNKS[0], tool_call_id="1")]).text
