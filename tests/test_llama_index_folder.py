@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 from conftest import CHUNKS
+from llama_index.core.schema import MetadataMode
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters, VectorStoreQuery
 from llama_index_kvpacket import KVPacketVectorStore
-from llama_index_samples import embed, nodes
+from llama_index_samples import embed, node, nodes
 
 from kvpacket_rag import (
     Adapter,
@@ -21,7 +22,9 @@ from kvpacket_rag import (
     PacketIndex,
     PacketMismatchError,
     PacketNotFoundError,
+    StoreError,
 )
+from kvpacket_rag.journal import remove_document
 from kvpacket_rag.packet import PacketSignature
 
 
@@ -41,11 +44,13 @@ def test_a_store_opens_again_from_its_folder_and_encodes_nothing(
 
 def test_an_index_made_without_llama_index_opens_as_plain_nodes(engine: KVPacketEngine, tmp_path: Path):
     index = PacketIndex.open(tmp_path)
-    index.add([Chunk("c", CHUNKS[0], "doc", {"page": 3})], [embed(CHUNKS[0])], engine.encode(CHUNKS[:1], ["c"]))
+    chunk = Chunk("c", CHUNKS[0], "doc", {"page": 3, "ingest_mark": "of no use to a model"})
+    index.add([chunk], [embed(CHUNKS[0])], engine.encode(CHUNKS[:1], ["c"]))
     index.close()
     store = KVPacketVectorStore(engine, tmp_path)
     (found,) = store.get_nodes(filters=MetadataFilters(filters=[MetadataFilter(key="ref_doc_id", value="doc")]))
     assert (found.node_id, found.get_content(), found.ref_doc_id) == ("c", CHUNKS[0], "doc")
+    assert found.get_content(MetadataMode.LLM) == f"page: 3\n\n{CHUNKS[0]}"
     store.delete("doc")
     assert len(engine.store) == 0
 
@@ -53,7 +58,7 @@ def test_an_index_made_without_llama_index_opens_as_plain_nodes(engine: KVPacket
 def test_another_adapter_is_told_apart_and_can_be_encoded_for(backbone: Backbone, adapter: Adapter, tmp_path: Path):
     KVPacketVectorStore(KVPacketEngine(backbone, DiskStore(tmp_path)), tmp_path).add(nodes())
     other = KVPacketEngine(backbone, DiskStore(tmp_path), adapter)
-    with pytest.raises(PacketMismatchError, match=r"adapter: packet has 'none'.*reencode=True"):
+    with pytest.raises(PacketMismatchError, match=r"adapter differ; .*reencode=True"):
         KVPacketVectorStore(other, tmp_path)
     store = KVPacketVectorStore(other, tmp_path, reencode=True)
     assert PacketSignature.from_json(*other.store.signatures()) == other.signature and len(other.store) == 4
@@ -81,3 +86,55 @@ def test_without_an_engine_one_is_loaded_with_its_packets_in_the_folder(
     assert loads == [("mine", tmp_path), ("tiny", tmp_path)]  # the second time by the name in the index
     with pytest.raises(KVPacketError, match="takes no 'adapter'"):
         KVPacketVectorStore(engine, adapter="x")
+
+
+def test_a_folder_remembers_dtype_and_adapter_of_its_engine(
+    backbone: Backbone, adapter: Adapter, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    KVPacketVectorStore(KVPacketEngine(backbone, DiskStore(tmp_path), adapter), tmp_path).add(nodes())
+
+    def load(name: str, **given: Any) -> KVPacketEngine:
+        return KVPacketEngine(backbone, DiskStore(given["store"]), given["adapter"])
+
+    monkeypatch.setattr(KVPacketEngine, "load", load)
+    store = KVPacketVectorStore(path=tmp_path)
+    assert store.engine.encoder.adapter.digest == adapter.digest and len(store.engine.store) == 4
+
+
+def test_the_package_and_the_store_change_one_folder(engine: KVPacketEngine, backbone: Backbone, tmp_path: Path):
+    on_disk = KVPacketEngine(backbone, DiskStore(tmp_path))
+    KVPacketVectorStore(on_disk, tmp_path).add(nodes())
+    index = PacketIndex.open(tmp_path)
+    assert remove_document(index, on_disk.store, "doc") == 4
+    assert len(index) == len(on_disk.store) == 0
+
+
+def test_a_window_is_the_folders_and_changed_by_encoding_anew(engine: KVPacketEngine, tmp_path: Path):
+    given = [node(f"n{number}", "Short.", "doc", window=text) for number, text in enumerate(CHUNKS)]
+    KVPacketVectorStore(engine, tmp_path, packet_text_key="window").add(given)
+    again = KVPacketVectorStore(engine, tmp_path)
+    assert again.packet_text_key == "window" and len(engine.store) == 4
+    with pytest.raises(StoreError, match="made of 'window' of its nodes"):
+        KVPacketVectorStore(engine, tmp_path, packet_text_key="")
+    KVPacketVectorStore(engine, tmp_path, packet_text_key="", reencode=True)
+    assert [chunk.text for chunk in engine.store.known(engine.signature)] == ["Short."]
+    assert KVPacketVectorStore(engine, tmp_path).packet_text_key == ""
+
+
+def test_encoding_anew_that_was_stopped_goes_on_where_it_was(
+    engine: KVPacketEngine, soft_engine: KVPacketEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("llama_index_kvpacket.packets._BATCH_CHUNKS", 1)
+    KVPacketVectorStore(engine, tmp_path).add(nodes())
+    encode, left = soft_engine.encoder.encode, [True, True]
+    monkeypatch.setattr(soft_engine.encoder, "encode", lambda todo: left.pop() and encode(todo))
+    with pytest.raises(IndexError):
+        KVPacketVectorStore(soft_engine, tmp_path, reencode=True)
+    assert len(soft_engine.store) == 2
+    for unfinished in (engine, soft_engine):
+        with pytest.raises(PacketMismatchError, match="reencode=True"):
+            KVPacketVectorStore(unfinished, tmp_path)
+    monkeypatch.setattr(soft_engine.encoder, "encode", encode)
+    KVPacketVectorStore(soft_engine, tmp_path, reencode=True)
+    assert len(soft_engine.store) == 4
+    KVPacketVectorStore(soft_engine, tmp_path)

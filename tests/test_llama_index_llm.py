@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import copy
-import pickle
 from collections.abc import Callable
 from typing import Any
 
@@ -14,7 +13,7 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index_kvpacket import KVPacketLLM
 from tokenizers.processors import TemplateProcessing
 
-from kvpacket_rag import Backbone, GenerationSettings, KVPacketEngine, KVPacketError, Message, PromptError
+from kvpacket_rag import Backbone, GenerationSettings, KVPacketEngine, Message, PromptError
 
 QUESTION = "Who signed the lease?"
 TEXT = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
@@ -98,6 +97,20 @@ def test_a_stop_text_that_spans_tokens_ends_the_answer_and_the_work(llm: KVPacke
     assert response.text == whole.text[: whole.text.index(stop)] and response.raw["finish_reason"] == "stop"
     assert response.raw["usage"]["completion_tokens"] < 12
     assert "".join(r.delta for r in llm.stream_complete(TEXT, max_tokens=40)) == response.text
+
+
+def test_an_answer_does_not_depend_on_one_that_a_stop_text_ended_before(llm: KVPacketLLM):
+    other = f"{CHUNKS[1]}\n\n{CHUNKS[2]}\n\nWhat is paid?"
+    expected = llm.complete(other).text
+    stop = llm.complete(TEXT).text[2:4]
+    for _ in range(3):
+        assert llm.complete(TEXT, stop=stop).raw["finish_reason"] == "stop" and llm.complete(other).text == expected
+
+
+def test_a_stop_text_in_the_prompt_cuts_nothing_and_the_answer_does_not_begin_with_the_prompt(llm: KVPacketLLM):
+    plain = llm.complete(TEXT)
+    stopped = llm.complete(TEXT, stop=["lease", "minus twenty"])
+    assert stopped.text == plain.text and not plain.text.startswith(TEXT[:8])
 
 
 def test_a_formatted_prompt_is_final_and_a_plain_one_becomes_a_users_message(llm: KVPacketLLM):
@@ -193,58 +206,6 @@ def test_what_is_no_text_is_refused(llm: KVPacketLLM):
 def test_metadata_and_token_counts_are_the_models_own(llm: KVPacketLLM):
     assert llm.metadata == LLMMetadata(context_window=2048, num_output=8, is_chat_model=True, model_name="tiny")
     assert llm.token_ids(TEXT) == llm.engine.backbone.tokenizer(TEXT)["input_ids"]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"max_tokens": 4}, r"'max_tokens' \(meant 'max_new_tokens'\?\)"),
-        ({"generate_kwargs": {"num_beams": 4}}, "'num_beams'"),
-        ({"model_name": "other"}, "has loaded 'tiny'.*model_name='other'"),
-        ({"device_map": "cuda"}, "device_map besides"),
-        ({"context_window": 4096}, "context_window is 4096"),
-        ({"max_new_tokens": 2048}, "max_new_tokens 2048"),
-        ({"top_p": 2.0}, "top_p is 2.0"),
-    ],
-)
-def test_arguments_that_cannot_have_effect_are_refused_at_once(
-    engine: KVPacketEngine, fields: dict[str, Any], message: str
-):
-    with pytest.raises(KVPacketError, match=message):
-        KVPacketLLM(engine=engine, **fields)
-
-
-def test_transformers_names_of_settings_are_understood(llm: KVPacketLLM):
-    llm.generate_kwargs = {"do_sample": True, "top_k": 5, "max_new_tokens": 3}
-    assert llm._settings({}) == GenerationSettings(max_new_tokens=3, temperature=1.0, top_k=5)
-    assert llm._settings({"do_sample": False, "temperature": 0.7}).temperature == 0
-    assert llm._settings({"stop_strings": ["a"], "seed": 4}).stop == ("a",)
-
-
-def test_a_copy_shares_the_engine_and_a_dump_holds_no_weights(llm: KVPacketLLM):
-    twin = copy.deepcopy(llm)
-    assert twin.engine is llm.engine and twin.complete(TEXT).text == llm.complete(TEXT).text
-    assert len(repr(llm)) < 2000 and "ensor" not in repr(llm)
-    assert llm.to_dict()["class_name"] == "KVPacketLLM" and "_engine" not in llm.to_dict()
-    assert KVPacketLLM.from_dict(llm.to_dict(), engine=llm.engine).to_dict() == llm.to_dict()
-
-
-def test_a_pickle_holds_the_configuration_and_loads_the_engine_again(
-    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
-):
-    loads: list[tuple[str, dict[str, Any]]] = []
-    monkeypatch.setattr(KVPacketEngine, "load", lambda name, **given: loads.append((name, given)) or engine)
-    monkeypatch.setattr(engine.backbone, "name", "mine")
-    llm = KVPacketLLM("mine", store="packets", device="cpu", dtype="float32", stop="x", max_new_tokens=9)
-    blob = pickle.dumps(llm)
-    twin = pickle.loads(blob)
-    assert len(blob) < 5000 and twin.to_dict() == llm.to_dict() and twin.engine is engine
-    assert loads[0] == loads[1] and loads[0][0] == "mine" and loads[0][1]["store"] == "packets"
-
-
-def test_an_llm_made_from_an_engine_says_why_it_cannot_be_pickled(llm: KVPacketLLM):
-    with pytest.raises(KVPacketError, match="make it from model_name"):
-        pickle.dumps(llm)
 
 
 def test_an_error_of_the_prompt_is_raised_by_the_call_itself(llm: KVPacketLLM):

@@ -19,7 +19,7 @@ from llama_index.core.node_parser import SentenceSplitter
 from llama_index.core.storage.docstore import SimpleDocumentStore
 from llama_index_kvpacket import KVPacketEmbedding, KVPacketLLM, KVPacketVectorStore
 from llama_index_kvpacket.messages import to_message
-from llama_index_samples import QUESTION, WordEmbedding, documents, embed
+from llama_index_samples import QUESTION, WordEmbedding, documents, embed, no_stray_loop  # noqa: F401
 
 from kvpacket_rag import Backbone, DiskStore, GenerationSettings, KVPacketEngine, KVPacketError, StoreError
 from kvpacket_rag.store import MemoryStore

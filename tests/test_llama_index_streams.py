@@ -11,12 +11,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHUNKS
+from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index_kvpacket import KVPacketLLM
 from llama_index_kvpacket.responses import SharedStream
+from llama_index_kvpacket.retrieved import Prepared
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, Message
 
+ASYNC = ["achat", "acomplete", "astream_chat", "astream_complete"]
 TEXT = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWho signed the lease?"
 
 
@@ -82,14 +85,25 @@ async def longest_pause(work: Any) -> float:
     return max(pauses)
 
 
-@pytest.mark.parametrize("method", ["acomplete", "astream_complete"])
-async def test_the_event_loop_goes_on_while_the_model_works(llm: KVPacketLLM, slow: list[float], method: str):
-    async def work() -> None:
-        result = await getattr(llm, method)(TEXT)
-        if "stream" in method:
-            assert len([response async for response in result]) > 5
+async def read(llm: KVPacketLLM, method: str, **kwargs: Any) -> list[Any]:
+    """All responses of an async method."""
+    given = [ChatMessage(content=TEXT)] if "chat" in method else TEXT
+    result = await getattr(llm, method)(given, **kwargs)
+    return [response async for response in result] if "stream" in method else [result]
 
-    assert await longest_pause(work()) < 0.03 * len(slow) / 2
+
+@pytest.mark.parametrize("method", ASYNC)
+async def test_the_event_loop_goes_on_while_the_model_works(llm: KVPacketLLM, slow: list[float], method: str):
+    assert await longest_pause(read(llm, method)) < 0.03 * len(slow) / 2
+
+
+@pytest.mark.parametrize("method", ASYNC)
+async def test_it_goes_on_while_retrieved_chunks_are_encoded(
+    llm: KVPacketLLM, method: str, monkeypatch: pytest.MonkeyPatch
+):
+    begun: list[float] = []
+    monkeypatch.setattr(llm.learner, "prepare", lambda *given: begun.append(time.sleep(0.4) or 0) or Prepared())
+    assert await longest_pause(read(llm, method, max_tokens=1)) < 0.2 and len(begun) == 1
 
 
 async def test_async_calls_side_by_side_answer_as_one_by_one(llm: KVPacketLLM):
@@ -123,16 +137,11 @@ async def test_an_async_consumer_that_leaves_frees_the_context(
     assert contexts == [] and (await llm.acomplete(TEXT)).text == llm.complete(TEXT).text
 
 
-@pytest.mark.parametrize("method", ["acomplete", "astream_complete"])
+@pytest.mark.parametrize("method", ASYNC)
 async def test_cancelling_stops_the_model_at_the_next_token(
     llm: KVPacketLLM, slow: list[float], contexts: list[Any], method: str
 ):
-    async def work() -> None:
-        result = await getattr(llm, method)(TEXT, max_tokens=200)
-        if "stream" in method:
-            _ = [response async for response in result]
-
-    task = asyncio.create_task(work())
+    task = asyncio.create_task(read(llm, method, max_tokens=200))
     while len(slow) < 3:
         await asyncio.sleep(0.005)
     task.cancel()
@@ -174,3 +183,17 @@ def test_a_stream_nobody_reads_takes_no_context(llm: KVPacketLLM, contexts: list
     stream: Iterator[Any] = llm.stream_complete(TEXT)
     assert contexts == []
     assert len(list(stream)) > 3 and contexts == []
+
+
+@pytest.mark.parametrize("method", ["stream_complete", "astream_complete"])
+async def test_characters_of_several_tokens_are_streamed_whole(
+    llm: KVPacketLLM, method: str, monkeypatch: pytest.MonkeyPatch
+):
+    text = "caf\u00e9 \u6e2f\u53e3 \U0001f469\u200d\U0001f469\u200d\U0001f467 \ud55c\uae00 \u05e9\u05dc\u05d5\u05dd"
+    ids = iter([*llm.token_ids(text), 2])
+    monkeypatch.setattr("kvpacket_rag.engine.Sampler.pick", lambda sampler, logits: next(ids))
+    seen = (
+        await read(llm, method, max_tokens=99) if method[0] == "a" else list(llm.stream_complete(TEXT, max_tokens=99))
+    )
+    assert "".join(response.delta for response in seen) == text == seen[-1].text
+    assert not any("\ufffd" in response.delta for response in seen) and len(seen) > 10

@@ -7,7 +7,17 @@ from typing import Any
 
 import pytest
 from conftest import CHUNKS
-from llama_index.core.schema import ImageNode, IndexNode, Node, NodeRelationship, RelatedNodeInfo, TextNode
+from llama_index.core.schema import (
+    Document,
+    ImageDocument,
+    ImageNode,
+    IndexNode,
+    MetadataMode,
+    Node,
+    NodeRelationship,
+    RelatedNodeInfo,
+    TextNode,
+)
 from llama_index.core.vector_stores.types import (
     FilterCondition,
     FilterOperator,
@@ -21,6 +31,7 @@ from llama_index_samples import embed, node, nodes
 
 from kvpacket_rag import (
     DocumentError,
+    GenerationSettings,
     KVPacketEngine,
     KVPacketError,
     StoreError,
@@ -63,19 +74,57 @@ def test_added_nodes_have_packets_and_are_found_by_cosine(store: KVPacketVectorS
     assert known(engine) == sorted(CHUNKS)
 
 
-@pytest.mark.parametrize("kind", [TextNode, IndexNode, Node])
+WHOLE = {
+    TextNode: {"text": " a b c d e \n"}, IndexNode: {"text": " a b c d e \n", "index_id": "far"},
+    ImageNode: {"text": " a b c d e \n", "image": "aGk="}, Node: {"text_resource": {"text": " a b c d e \n"}},
+    Document: {"text": " a b c d e \n"}, ImageDocument: {"text": " a b c d e \n", "image": "aGk="},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", WHOLE)
 def test_a_node_comes_back_whole(store: KVPacketVectorStore, kind: type):
-    given = {"text_resource": {"text": " a b c d e \n"}} if kind is Node else {"text": " a b c d e \n"}
     other = RelatedNodeInfo(node_id="before", metadata={"deep": [1]})
-    relations = {NodeRelationship.SOURCE: RelatedNodeInfo(node_id="doc"), NodeRelationship.PREVIOUS: other}
-    extra = {"index_id": "far"} if kind is IndexNode else {}
+    relations = {
+        NodeRelationship.SOURCE: RelatedNodeInfo(node_id="doc"), NodeRelationship.PREVIOUS: other,
+        NodeRelationship.CHILD: [other],
+    }  # fmt: skip
     whole = kind(
         id_="n", embedding=[1.0, 2.0], metadata={"a": {"b": [1, None]}, "ü": "ö"}, relationships=relations,
-        excluded_llm_metadata_keys=["a"], **given, **extra,
+        excluded_llm_metadata_keys=["a"], **WHOLE[kind],
     )  # fmt: skip
     store.add([whole])
     (back,) = store.get_nodes(["n"])
     assert type(back) is kind and back.model_dump() == {**whole.model_dump(), "embedding": None}
+
+
+def test_a_document_that_was_not_cut_is_deleted_by_its_own_id(store: KVPacketVectorStore, engine: KVPacketEngine):
+    store.add([Document(id_="whole", text=CHUNKS[0], embedding=embed(CHUNKS[0])), *nodes(CHUNKS[1:2])])
+    store.delete("whole")
+    assert known(engine) == [CHUNKS[1]] and ask(store, CHUNKS[0], 9) == ["n0"]
+
+
+def test_edges_and_scripts_of_a_text_do_not_keep_its_packet_from_being_used(
+    store: KVPacketVectorStore, engine: KVPacketEngine
+):
+    texts = [
+        f"\n \u00a0{CHUNKS[0]} \u3000\n",
+        f"«{CHUNKS[1]}» 東京都 👩\u200d👩\u200d👧",
+        f"{{x}}\t{CHUNKS[2]}\r\n\r\n{{{{ y }}}}",
+    ]
+    store.add(nodes(texts))
+    prompt = "\n\n".join(node.get_content(MetadataMode.LLM).strip() for node in store.get_nodes())
+    usage = engine.generate(f"{prompt}\n\nWho?", GenerationSettings(max_new_tokens=1)).usage
+    assert usage.chunks_reused == 3 and not usage.misses
+
+
+def test_packets_are_made_of_the_text_that_prompts_will_hold(store: KVPacketVectorStore, engine: KVPacketEngine):
+    windows = KVPacketVectorStore(engine, packet_text_key="window")
+    windows.add([node("a", "A short one.", window=CHUNKS[0]), node("b", CHUNKS[1]), node("c", CHUNKS[2], window=" ")])
+    assert known(engine) == sorted(CHUNKS[:3]) and windows.get_nodes(["a"])[0].text == "A short one."
+    windows.add([node("a", "A short one.", window=CHUNKS[3])])
+    assert known(engine) == sorted(CHUNKS[1:])
+    windows.delete_nodes(["a"])
+    assert known(engine) == sorted(CHUNKS[1:3])
 
 
 def test_one_text_under_two_nodes_is_one_packet_that_lives_as_long_as_either(
@@ -242,7 +291,7 @@ def test_a_store_is_copied_by_reference_and_not_pickled(store: KVPacketVectorSto
     assert twin.client is store.client and twin.engine is store.engine
     assert store.to_dict() == {
         "stores_text": True, "is_embedding_query": True, "path": None, "kind": "flat",
-        "class_name": "KVPacketVectorStore",
+        "packet_text_key": "", "class_name": "KVPacketVectorStore",
     }  # fmt: skip
     with pytest.raises(KVPacketError, match="open it in each process"):
         pickle.dumps(store)

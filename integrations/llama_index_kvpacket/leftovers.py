@@ -16,7 +16,8 @@ KEPT_BYTES = 256 * 2**20  # more would take longer to read than a fast device ta
 class Leftovers:
     """The packets of nodes that were deleted since nodes were last added.
 
-    They are gone from the store, so no answer can come from them; their tensors stay readable.
+    They are gone from the store, so no answer can come from them; their tensors stay readable. Not safe for threads:
+    the vector store changes one thing at a time.
     """
 
     def __init__(self, engine: KVPacketEngine) -> None:
@@ -24,7 +25,7 @@ class Leftovers:
         self._packets: dict[str, Packet] = {}
 
     def collect(self, texts: Iterable[str]) -> None:
-        """Read the packets of chunks that are about to be deleted, as many as there is room for."""
+        """Read the packets of texts that are about to be deleted, as many as there is room for."""
         size = sum(packet.size_bytes for packet in self._packets.values())
         for text in texts:
             if size >= KEPT_BYTES:

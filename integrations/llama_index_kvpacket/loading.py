@@ -1,32 +1,152 @@
-"""From constructor arguments to an engine: loaded by name, or handed over."""
+"""From constructor arguments to an engine: loaded by name, around a model that is loaded, or handed over."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from kvpacket_rag import KVPacketEngine, KVPacketError
+from transformers import AutoTokenizer
+
+from kvpacket_rag import Backbone, KVPacketEngine, KVPacketError, ModelNotFoundError
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
+from kvpacket_rag.hardware import pick_device, pick_dtype
+from kvpacket_rag.models import hub_has, load_model, quietly_loading, resolve_model
+
+logger = logging.getLogger(__name__)
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
 # What only matters while an engine is loaded, and what it is if nothing is said.
-_LOADING = {"store": None, "adapter": None, "device_map": "auto", "dtype": "auto", "min_match_tokens": 16}
+_LOADING = {
+    "store": None,
+    "adapter": "auto",
+    "device_map": "auto",
+    "dtype": "auto",
+    "min_match_tokens": MIN_MATCH_TOKENS,
+    "tokenizer_name": None,
+}
+_DTYPE_WORDS = ("dtype", "torch_dtype")
+# Of AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained, what makes no difference here: no code of
+# a model's folder is ever run, and prompts are neither padded nor cut.
+_IDLE_MODEL_KWARGS = {"low_cpu_mem_usage", "trust_remote_code", "use_cache", "use_safetensors"}
+_IDLE_TOKENIZER_KWARGS = {"max_length", "model_max_length", "padding_side", "truncation_side", "trust_remote_code"}
 
 
-def load(model_name: str, fields: Mapping[str, Any]) -> KVPacketEngine:
-    """The engine that a class's fields describe."""
-    device = fields.get("device_map") or "auto"
+def load(model_name: str, fields: Mapping[str, Any], model: Any = None, tokenizer: Any = None) -> KVPacketEngine:
+    """The engine that a class's fields describe.
+
+    Args:
+        model_name: as for ``KVPacketEngine.load``; only a name if ``model`` is given.
+        fields: of the constructor, resolved.
+        model: a transformers model that is loaded already.
+        tokenizer: of the model; by default the one of ``tokenizer_name``, or of the model's name.
+
+    Raises:
+        KVPacketError: what ``KVPacketEngine.load`` raises, or ``dtype`` or ``device_map`` contradict ``model``.
+    """
+    device, dtype = fields.get("device_map") or "auto", fields.get("dtype") or "auto"
+    tokenizer_name = fields.get("tokenizer_name")
+    if model is None and tokenizer is None and _is_own_tokenizer(tokenizer_name, model_name):
+        return KVPacketEngine.load(
+            model_name,
+            store=fields.get("store"),
+            adapter=fields.get("adapter", "auto"),
+            device=device,
+            dtype=dtype,
+            min_match_tokens=fields.get("min_match_tokens", MIN_MATCH_TOKENS),
+        )
+    if model is None:
+        place = pick_device(device)
+        model, _ = load_model(model_name, place, pick_dtype(dtype, place))
+    else:
+        _require_as_loaded(model, device, dtype)
+    if tokenizer is None:
+        tokenizer = _load_tokenizer(tokenizer_name or getattr(model, "name_or_path", "") or model_name)
+    return KVPacketEngine.around(
+        Backbone(model, tokenizer, model_name),
+        fields.get("store"),
+        fields.get("adapter", "auto"),
+        min_match_tokens=fields.get("min_match_tokens", MIN_MATCH_TOKENS),
+    )
+
+
+def _is_own_tokenizer(tokenizer_name: str | None, model_name: str) -> bool:
+    if not tokenizer_name or tokenizer_name == model_name:
+        return True
+    return not Path(tokenizer_name).is_dir() and resolve_model(tokenizer_name) == resolve_model(model_name)
+
+
+def _load_tokenizer(name: str) -> Any:
+    source = Path(name) if Path(name).is_dir() else resolve_model(name)  # a folder need not hold a model too
+    try:
+        with quietly_loading():
+            local = isinstance(source, Path) or not hub_has(source)
+            return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
+    except (OSError, ValueError) as error:
+        raise ModelNotFoundError(
+            f"cannot load the tokenizer {name!r}: {str(error).strip().splitlines()[0]}; pass tokenizer_name, or "
+            "tokenizer=AutoTokenizer.from_pretrained(...)"
+        ) from error
+
+
+def _require_as_loaded(model: Any, device: str, dtype: str) -> None:
+    wrong = []
+    if dtype != "auto" and pick_dtype(dtype, model.device) != model.dtype:
+        wrong.append(f"dtype={dtype!r}")
+    if device != "auto" and pick_device(device).type != model.device.type:
+        wrong.append(f"device_map={device!r}")
+    if wrong:
+        raise KVPacketError(
+            f"got a model that is loaded in {model.dtype} on {model.device}, and {', '.join(wrong)} besides; leave "
+            "these out, or load the model as you want it"
+        )
+
+
+def resolve(fields: Mapping[str, Any], has_model: bool, has_tokenizer: bool) -> dict[str, Any]:
+    """Constructor fields in this package's words: transformers' ``model_kwargs`` and ``device_map`` are understood.
+
+    Raises:
+        KVPacketError: a loading argument that cannot have its effect, or two that contradict each other.
+    """
+    model_kwargs = dict(fields.get("model_kwargs") or {})
+    given = [fields.get("dtype"), *(model_kwargs[word] for word in _DTYPE_WORDS if word in model_kwargs)]
+    places = [fields[word] for word in ("device", "device_map") if word in fields]
+    resolved = {name: value for name, value in fields.items() if name != "device"}
+    resolved["dtype"] = _only("dtype", [str(word).removeprefix("torch.") for word in given if word is not None])
+    resolved["device_map"] = _only("device_map", [_one_device(place) for place in places if place is not None])
+    model_kwargs |= {word: resolved["dtype"] for word in _DTYPE_WORDS if word in model_kwargs}
+    if model_kwargs:
+        resolved["model_kwargs"] = model_kwargs
+    if not has_model:
+        _require_idle("model_kwargs", model_kwargs, {*_IDLE_MODEL_KWARGS, *_DTYPE_WORDS})
+    if not has_tokenizer:
+        _require_idle("tokenizer_kwargs", fields.get("tokenizer_kwargs") or {}, _IDLE_TOKENIZER_KWARGS)
+    return resolved
+
+
+def _only(name: str, values: list[str]) -> str:
+    wanted = sorted({value for value in values if value != "auto"})
+    if len(wanted) > 1:
+        raise KVPacketError(f"{name} is {' and '.join(map(repr, wanted))} at once; leave out all but one")
+    return wanted[0] if wanted else "auto"
+
+
+def _one_device(device: Any) -> str:
+    if isinstance(device, Mapping) and list(device) == [""]:
+        device = f"cuda:{device['']}" if isinstance(device[""], int) else str(device[""])
     if not isinstance(device, str):
         raise KVPacketError(f"device_map is {device!r}; packets need the model on one device, such as 'cuda' or 'cpu'")
-    dtype = str(fields.get("dtype") or "auto").removeprefix("torch.")
-    return KVPacketEngine.load(
-        model_name,
-        store=fields.get("store"),
-        adapter=fields.get("adapter"),
-        device=device,
-        dtype=dtype,
-        min_match_tokens=fields.get("min_match_tokens", _LOADING["min_match_tokens"]),
-    )
+    return device
+
+
+def _require_idle(owner: str, given: Mapping[str, Any], idle: set[str]) -> None:
+    if strange := sorted(given.keys() - idle):
+        raise KVPacketError(
+            f"{owner} holds {', '.join(map(repr, strange))}, which a model that is loaded by name cannot take; load "
+            "it yourself and pass model=AutoModelForCausalLM.from_pretrained(...) and "
+            "tokenizer=AutoTokenizer.from_pretrained(...)"
+        )
 
 
 def as_text(value: Any) -> str | None:
@@ -46,6 +166,9 @@ def require_no_loading(engine: KVPacketEngine, model_name: str | None, fields: M
         KVPacketError: naming what is too much.
     """
     given = [name for name, default in _LOADING.items() if fields.get(name, default) not in (None, default)]
+    given += [name for name in ("model", "tokenizer", "model_kwargs", "tokenizer_kwargs") if fields.get(name)]
+    if fields.get("adapter", "auto") is None and not engine.encoder.adapter.is_empty:
+        given.append("adapter=None")
     if model_name not in (None, engine.model_name):
         given.append(f"model_name={model_name!r}")
     if given:
@@ -55,15 +178,22 @@ def require_no_loading(engine: KVPacketEngine, model_name: str | None, fields: M
 
 
 def window(engine: KVPacketEngine, asked: int, max_new_tokens: int) -> int:
-    """Tokens to plan prompts for: what was asked, or the model's own.
+    """Tokens to plan prompts for: what was asked, but no more than the model has, which is warned of.
 
     Raises:
-        KVPacketError: the model has fewer, or the answer alone would fill it.
+        KVPacketError: the answer alone would fill it.
     """
-    size = asked or engine.context_window
-    if not max_new_tokens < size <= engine.context_window:
+    if asked > engine.context_window:
+        logger.warning(
+            "context_window is %d, and %s has %d; prompts are planned for the latter",
+            asked,
+            engine.model_name,
+            engine.context_window,
+        )
+    size = min(asked or engine.context_window, engine.context_window)
+    if not max_new_tokens < size:
         raise KVPacketError(
             f"context_window is {size} and max_new_tokens {max_new_tokens}; expected less for the answer than for "
-            f"the window, and a window of at most {engine.context_window}, which is what {engine.model_name} has"
+            f"the window, which is at most {engine.context_window} with {engine.model_name}"
         )
     return size

@@ -1,68 +1,112 @@
-"""Whose packets are whose: nodes own the packets of their texts, in one engine's store."""
+"""Whose packets are whose: a row of an index owns the packet of its text, and no other."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+import threading
+import uuid
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from pathlib import Path
 
-from kvpacket_rag import KVPacketEngine, PacketIndex, PacketMismatchError, PacketNotFoundError, PacketSignature
+from filelock import Timeout
 
-Progress = Callable[[int, int], None]
-_BATCH_CHUNKS = 64
+from kvpacket_rag import Chunk, PacketIndex, PacketNotFoundError, PacketStore
+from kvpacket_rag.journal import change_lock
+
+PREFIX = "owner_prefix"  # the LangChain store keeps it under the same key, so that both can use one folder
+IS_COPY = "is_copy"  # until a copied index is first opened: in that store, its rows may own no packets yet
+_NOTED = "unsettled_nodes"
 
 
-def encode_nodes(
-    engine: KVPacketEngine, texts: Mapping[str, str], known: Mapping[str, str], progress: Progress | None
-) -> list[str]:
-    """Packet ids of nodes' texts, each owned by its node.
+class Ownership:
+    """Keeps owners in a packet store in step with the rows of an index.
+
+    Rows and packets lie in two databases, and no transaction spans both. So what is about to change is noted in
+    the index first, and what a killed process left noted is put in order at the next change or opening.
+
+    Several indexes may share a packet store, and often have equal ids. So a row owns its packet under its id and a
+    prefix of its index's own, which is empty where the index's folder holds the packets too, as the package's own
+    pipeline has it.
 
     Args:
-        engine: encodes what is new.
-        texts: by node id.
-        known: texts that nodes had before; where one has changed, the node lets go of the old packet once the
-            new one is stored.
-        progress: as for ``KVPacketEngine.encode``.
+        index: of rows.
+        store: of packets.
+        packet_of: names the packet of a row.
+        folder: of the index, where processes take turns; None for memory.
+        alone: the store serves this index alone.
     """
-    moved = [name for name, text in texts.items() if name in known and known[name].strip() != text.strip()]
-    if moved:
-        engine.encode([texts[name] for name in moved], None, progress)
-        engine.drop_owners(moved)
-    return engine.encode(list(texts.values()), list(texts), progress)
 
+    def __init__(
+        self,
+        index: PacketIndex,
+        store: PacketStore,
+        packet_of: Callable[[Chunk], str],
+        folder: Path | None,
+        alone: bool,
+    ) -> None:
+        self._index = index
+        self._store = store
+        self._packet_of = packet_of
+        self.threads = threading.RLock()
+        self._processes = change_lock(folder) if folder else None
+        if index.get_setting(PREFIX) is None and not len(index):
+            index.set_setting(PREFIX, "" if alone else f"{uuid.uuid4()}/")
 
-def reencode_all(index: PacketIndex, engine: KVPacketEngine, progress: Progress | None) -> None:
-    """Give every chunk of an index a packet of this engine; those that have one cost nothing."""
-    rows = list(index.rows())
-    for start in range(0, len(rows), _BATCH_CHUNKS):
-        chunks = [chunk for chunk, _ in rows[start : start + _BATCH_CHUNKS]]
-        names = [chunk.chunk_id for chunk in chunks]
-        packet_ids = engine.encode([chunk.text for chunk in chunks], names, progress)
-        index.set_packet_ids(dict(zip(names, packet_ids, strict=True)))
-    current = {packet_id for _, packet_id in index.rows()}
-    for packet_id in {old for _, old in rows} - current:
-        engine.store.delete(packet_id)
-    index.set_setting("signature", engine.signature.to_json())
+    def owners(self, names: Iterable[str]) -> list[str]:
+        """Under which names rows own their packets."""
+        prefix = self._index.get_setting(PREFIX) or ""
+        return [prefix + name for name in names]
 
+    @contextmanager
+    def changing(self, names: Sequence[str]) -> Iterator[list[str]]:
+        """Inside the ``with`` block rows of these ids come, change or go; other changes wait.
 
-def check_packets(index: PacketIndex, engine: KVPacketEngine, where: str | None) -> None:
-    """See that the engine can read the packets of a stored index; note its signature in a new one.
+        Yields:
+            For each id an owner for its new packet. Afterwards, also after an error, the packet that the row then
+            has is owned by the row alone, and packets that no row has are gone.
+        """
+        with self.threads, self._processes or nullcontext():
+            noted = self._noted()
+            self._note([*noted, *names])
+            try:
+                yield self._guards(names)
+            finally:
+                self._settle()
 
-    Raises:
-        PacketMismatchError: they were made by another model, adapter or dtype.
-        PacketNotFoundError: the engine's store has none of them.
-    """
-    signature = engine.signature.to_json()
-    written = index.get_setting("signature")
-    if len(index) and written is not None and written != signature:
-        try:
-            engine.signature.require(PacketSignature.from_json(written), "of any node")
-        except PacketMismatchError as error:
-            raise PacketMismatchError(f"the index in {where}: {error}, with reencode=True") from error
-    if len(index) and not engine.store.signatures().get(signature):
-        raise PacketNotFoundError(
-            f"the index in {where} holds {len(index)} nodes, but the engine's store has no packet of its model; load "
-            "the engine with the store that was used when the nodes were added, or pass reencode=True"
-        )
-    notes = {"signature": signature, "model": engine.model_name, "dtype": engine.signature.dtype}
-    for key, value in notes.items():
-        if index.get_setting(key) != value:
-            index.set_setting(key, value)
+    def recover(self) -> None:
+        """Put in order what a killed process left; nothing, if one is at it now."""
+        if self._processes and self._noted():
+            with self.threads, suppress(Timeout), self._processes.acquire(timeout=0):
+                self._settle()
+
+    def adopt(self) -> None:
+        """Make every row an owner of its packet, which others may have brought into this store."""
+        packets = {chunk.chunk_id: packet for chunk, packet in self._index.rows()}
+        self._own(packets.values(), self.owners(packets))
+        self._index.set_setting(IS_COPY, "")
+
+    def _settle(self) -> None:
+        """Leave every noted row as owner of its packet and of nothing else; none is without an owner meanwhile."""
+        names = self._noted()
+        packets = {chunk.chunk_id: self._packet_of(chunk) for chunk in self._index.get(names)}
+        self._own(packets.values(), self._guards(packets))
+        self._store.drop_owners(self.owners(names))
+        self._own(packets.values(), self.owners(packets))
+        self._store.drop_owners(self._guards(names))
+        self._note([])
+
+    def _own(self, packets: Iterable[str], owners: Iterable[str]) -> None:
+        for packet, owner in zip(packets, owners, strict=True):
+            with suppress(PacketNotFoundError):  # of a row whose packet somebody deleted
+                self._store.add_owner(packet, owner)
+
+    def _guards(self, names: Iterable[str]) -> list[str]:
+        return [f"{owner}\n(changing)" for owner in self.owners(names)]
+
+    def _noted(self) -> list[str]:
+        names: list[str] = json.loads(self._index.get_setting(_NOTED) or "[]")
+        return names
+
+    def _note(self, names: Iterable[str]) -> None:
+        self._index.set_setting(_NOTED, json.dumps(list(dict.fromkeys(names))))

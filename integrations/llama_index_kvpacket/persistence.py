@@ -4,17 +4,28 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import tempfile
+from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from kvpacket_rag import DiskStore, KVPacketEngine, PacketError, PacketIndex, StoreError, StoreFormatError
+from kvpacket_rag import Chunk, DiskStore, PacketIndex, StoreError, StoreFormatError
+from kvpacket_rag.index import FILE_NAME
+from kvpacket_rag.journal import change_lock
+from kvpacket_rag.origin import Origin
+from llama_index_kvpacket.ownership import IS_COPY, Ownership
+from llama_index_kvpacket.packets import TEXT_KEY, NodePackets
 
 # No JSON on purpose: LlamaIndex opens what it finds in a storage folder as a SimpleVectorStore, and would read any
 # JSON object as an empty one without a word.
 _HEADER = "kvpacket-rag vector store, format 1: open it with KVPacketVectorStore.from_persist_dir"
+_WAITING = "rows_to_take_over"  # a folder beside an index, with one of the rows it is to have
 
 
 def require_local(fs: Any) -> None:
@@ -53,38 +64,73 @@ def read_pointer(pointer: Path) -> Path:
     return pointer.parent / str(json.loads(rest)["folder"])
 
 
-def copy_index(index: PacketIndex, folder: Path) -> None:
-    """Bring the index in a folder to what ``index`` holds: first what is new, then what is gone."""
-    copy = PacketIndex.open(folder)
-    try:
-        rows = list(index.rows())
+def open_index(folder: Path | None, kind: str) -> PacketIndex:
+    """The index in a folder, or a new one; what a killed :func:`copy_to` left to be done is done first."""
+    if folder is not None and _is_waiting(folder):
+        with change_lock(folder):
+            _take_over(folder)
+    return PacketIndex.open(folder, kind=kind)  # type: ignore[arg-type]  # which says what kinds there are
+
+
+def copy_to(folder: Path, packets: NodePackets) -> None:
+    """Bring a folder to what a store holds: packets first, then all rows at once, then away with what is not needed.
+
+    A folder that is the store's own has the rows already and gets the packets alone.
+    """
+    with ExitStack() as closing, packets.ownership.threads:
+        index, store = open_index(folder, "flat"), DiskStore(folder)
+        closing.callback(index.close)
+        closing.callback(store.close)
+        signature = packets.engine.signature.to_json()
+        if (index.get_setting("signature"), index.get_setting(TEXT_KEY)) != (signature, packets.text_key):
+            Origin(index, folder).begin_reencoding(packets.engine)
+        rows = list(packets.index.rows())
         names = [chunk.chunk_id for chunk, _ in rows]
-        copy.add([chunk for chunk, _ in rows], index.vectors(names), [packet for _, packet in rows])
-        copy.delete({chunk.chunk_id for chunk, _ in copy.rows()} - set(names))
-        for key in ("signature", "model", "dtype"):
-            if (value := index.get_setting(key)) is not None:
-                copy.set_setting(key, value)
-    finally:
-        copy.close()
+        gone = {chunk.chunk_id for chunk, _ in index.rows()} - set(names)
+        with Ownership(index, store, packets.packet_of, folder, alone=False).changing([*names, *gone]) as owners:
+            for (chunk, _), owner in zip(rows, owners, strict=False):
+                _copy_packet(chunk, owner, packets, store)
+            if packets.folder is None:
+                _write_rows(rows, packets.index.vectors(names), folder)
+                _take_over(folder)
+                index.set_setting(IS_COPY, "true")
+        index.set_setting(TEXT_KEY, packets.text_key)
+        index.set_setting("signature", signature)
 
 
-def copy_packets(index: PacketIndex, engine: KVPacketEngine, folder: Path) -> None:
-    """Write the packets of an index to a folder; one that was evicted is encoded again when it is next asked for."""
-    copy = DiskStore(folder)
+def _copy_packet(chunk: Chunk, owner: str, packets: NodePackets, store: DiskStore) -> None:
+    """One that was evicted is encoded again."""
+    engine = packets.engine
+    (name,) = engine.encode([packets.text_of(chunk)], packets.ownership.owners([chunk.chunk_id]))
+    store.put(engine.store.get(name, engine.signature), packets.text_of(chunk).strip(), owner)
+
+
+def _write_rows(rows: Sequence[tuple[Chunk, str]], vectors: npt.NDArray[np.float32], folder: Path) -> None:
+    """Lay rows beside an index, to be taken over: there whole, or not at all."""
+    unfinished = folder / f"{_WAITING}.part"
+    shutil.rmtree(unfinished, ignore_errors=True)
+    index = PacketIndex.open(unfinished)
     try:
-        for chunk, packet_id in index.rows():
-            try:
-                packet = engine.store.get(packet_id, engine.signature)
-            except PacketError:
-                continue
-            copy.put(packet, chunk.text.strip(), chunk.chunk_id)
-        _drop_all_but(index, copy, engine)
+        index.add([chunk for chunk, _ in rows], vectors, [packet for _, packet in rows])
     finally:
-        copy.close()
+        index.close()
+    os.rename(unfinished, folder / _WAITING)
 
 
-def _drop_all_but(index: PacketIndex, store: DiskStore, engine: KVPacketEngine) -> None:
-    kept = {packet_id for _, packet_id in index.rows()}
-    for known in list(store.known(engine.signature)):
-        if known.packet_id not in kept:
-            store.delete(known.packet_id)
+def _take_over(folder: Path) -> None:
+    """Make the rows that lie beside an index its own, in place of those it has; may be repeated after a kill."""
+    waiting = folder / _WAITING
+    if _is_waiting(folder):
+        with ExitStack() as closing:
+            new, index = PacketIndex.open(waiting), PacketIndex.open(folder)
+            closing.callback(new.close)
+            closing.callback(index.close)
+            rows = list(new.rows())
+            names = [chunk.chunk_id for chunk, _ in rows]
+            index.add([chunk for chunk, _ in rows], new.vectors(names), [packet for _, packet in rows])
+            index.delete({chunk.chunk_id for chunk, _ in index.rows()} - set(names))
+    shutil.rmtree(waiting, ignore_errors=True)
+
+
+def _is_waiting(folder: Path) -> bool:
+    return (folder / _WAITING / FILE_NAME).is_file()

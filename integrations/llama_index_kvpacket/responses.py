@@ -14,7 +14,6 @@ from kvpacket_rag import Answer, AnswerStream
 Raw = dict[str, Any]
 R = TypeVar("R", ChatResponse, CompletionResponse)
 Make = Callable[[str, str | None, Raw | None], R]
-Finish = Callable[[Answer], Raw]
 
 
 def raw(answer: Answer) -> Raw:
@@ -39,10 +38,16 @@ def completion_response(text: str, delta: str | None, details: Raw | None) -> Co
 
 
 class SharedStream:
-    """An answer that begins when it is first needed, in whichever thread that is."""
+    """An answer that begins when it is first needed, in whichever thread that is.
 
-    def __init__(self, begin: Callable[[], AnswerStream]) -> None:
+    Args:
+        begin: checks the prompt and starts the answer.
+        details: makes of the whole answer what ``response.raw`` tells of it.
+    """
+
+    def __init__(self, begin: Callable[[], AnswerStream], details: Callable[[Answer], Raw] = raw) -> None:
         self._begin = begin
+        self._details = details
         self._stream: AnswerStream | None = None
         self._closed = False
 
@@ -66,10 +71,9 @@ class SharedStream:
         """Start, read to the end and return the answer."""
         return self._started().read_all()
 
-    @property
-    def answer(self) -> Answer:
-        """The whole answer, once it was read to the end."""
-        return self._started().answer
+    def details(self) -> Raw:
+        """What to tell of the whole answer, once it was read to the end."""
+        return self._details(self._started().answer)
 
     def close(self) -> None:
         """Give the answer up and free its context, at the latest when a step that is running ends."""
@@ -78,22 +82,22 @@ class SharedStream:
             self._stream.close()
 
 
-def responses(stream: SharedStream, make: Make[R], finish: Finish) -> Generator[R, None, None]:
+def responses(stream: SharedStream, make: Make[R]) -> Generator[R, None, None]:
     """A response for each piece, and a last one without text that carries the usage."""
     text = ""
     while (piece := stream.read()) is not None:
         text += piece
         yield make(text, piece, None)
-    yield make(text, "", finish(stream.answer))
+    yield make(text, "", stream.details())
 
 
-async def aresponses(stream: SharedStream, make: Make[R], finish: Finish) -> AsyncGenerator[R, None]:
+async def aresponses(stream: SharedStream, make: Make[R]) -> AsyncGenerator[R, None]:
     """The same for an event loop, which goes on while a piece is computed."""
     text = ""
     while (piece := await asyncio.to_thread(stream.read)) is not None:
         text += piece
         yield make(text, piece, None)
-    yield make(text, "", finish(stream.answer))
+    yield make(text, "", stream.details())
 
 
 def closing(events: Generator[R, None, None], stream: SharedStream) -> Generator[R, None, None]:

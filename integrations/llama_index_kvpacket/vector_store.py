@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,28 +24,30 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvpacket_rag import Chunk, DiskStore, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
-from llama_index_kvpacket.leftovers import Leftovers
-from llama_index_kvpacket.loading import DEFAULT_MODEL, load
 from llama_index_kvpacket.nodes import matches, query_filter, to_chunk, to_node
-from llama_index_kvpacket.ownership import check_packets, encode_nodes, reencode_all
+from llama_index_kvpacket.packets import NodePackets, load_engine
 from llama_index_kvpacket.parameters import require_known
-from llama_index_kvpacket.persistence import copy_index, copy_packets, read_pointer, require_local, write_pointer
+from llama_index_kvpacket.persistence import copy_to, open_index, read_pointer, require_local, write_pointer
 
 logger = logging.getLogger(__name__)
-_LOADING = ("model_name", "adapter", "device_map", "dtype", "min_match_tokens")
+_LOADING = ("model_name", "adapter", "device", "device_map", "dtype", "min_match_tokens")
 
 
 class KVPacketVectorStore(BasePydanticVectorStore):
     """Nodes with their embeddings, each node's text encoded into a packet when it is added.
 
-    Deleting a node deletes its packet when no other node has the same text. Nodes without text are
-    left out: there is nothing in them to answer from. All methods may be called from many threads.
+    Deleting a node deletes its packet when no other node has the same text, in this store or in another one over
+    the same engine. Nodes without text are left out: there is nothing in them to answer from. All methods may be
+    called from many threads, and processes that share a folder take turns to change it.
 
     Args:
         engine: encodes, and keeps the packets in its store; loaded by name if left out.
         path: folder of the index, which :class:`~kvpacket_rag.PacketIndex` describes; None for memory. An
             engine that is loaded here keeps its packets in the same folder.
         kind: ``"flat"`` searches exactly, ``"hnsw"`` approximately once there are many nodes.
+        packet_text_key: metadata key of the text that prompts will hold in place of the node's own, such as
+            ``"window"`` for a ``SentenceWindowNodeParser`` with a ``MetadataReplacementPostProcessor``: packets are
+            made of it. None for what a stored index was built with, ``""`` for the node's own text.
         reencode: encode the chunks of a stored index anew if this engine has no packets of them.
         progress: called with tokens done and tokens in all while nodes are encoded.
         loading: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``min_match_tokens`` of an engine to be loaded.
@@ -53,7 +55,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     Raises:
         PacketMismatchError: the index was built with another model, adapter or dtype.
         PacketNotFoundError: the engine's store holds no packet of the index.
-        StoreError: the index cannot be opened.
+        StoreError: the index cannot be opened, or its packets are made of another text.
     """
 
     model_config = ConfigDict(extra="forbid", arbitrary_types_allowed=True)
@@ -62,11 +64,10 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     is_embedding_query: bool = True
     path: str | None = Field(default=None, description="Folder of the index; None for memory.")
     kind: str = Field(default="flat", description="How the index is searched.")
+    packet_text_key: str = Field(default="", description="Metadata key of the text of packets; empty for the node's.")
 
-    _engine: KVPacketEngine = PrivateAttr()
     _index: PacketIndex = PrivateAttr()
-    _leftovers: Leftovers = PrivateAttr()
-    _progress: Callable[[int, int], None] | None = PrivateAttr(default=None)
+    _packets: NodePackets = PrivateAttr()
 
     def __init__(
         self,
@@ -74,6 +75,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         path: str | Path | None = None,
         *,
         kind: str = "flat",
+        packet_text_key: str | None = None,
         reencode: bool = False,
         progress: Callable[[int, int], None] | None = None,
         **loading: Any,
@@ -81,14 +83,13 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         require_known(type(self).__name__, loading, () if engine else _LOADING)
         fields: dict[str, Any] = {"path": str(path) if path is not None else None, "kind": kind}
         super().__init__(**fields)
-        self._index = PacketIndex.open(path, kind=kind)  # type: ignore[arg-type]
+        folder = Path(path).expanduser() if path is not None else None
+        self._index = open_index(folder, kind)
         try:
-            name = loading.pop("model_name", None) or self._index.get_setting("model") or DEFAULT_MODEL
-            self._engine = engine or load(name, {**loading, "store": path})
-            self._leftovers, self._progress = Leftovers(self._engine), progress
-            if reencode:
-                reencode_all(self._index, self._engine, progress)
-            check_packets(self._index, self._engine, self.path)
+            engine = engine or load_engine(self._index, folder, loading)
+            self._packets = NodePackets(engine, self._index, folder, packet_text_key, progress)
+            self._packets.open(reencode)
+            self.packet_text_key = self._packets.text_key
         except BaseException:
             self._index.close()
             raise
@@ -106,7 +107,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     @property
     def engine(self) -> KVPacketEngine:
         """The engine, to share with a ``KVPacketLLM``."""
-        return self._engine
+        return self._packets.engine
 
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode and store nodes; those whose ids are known are replaced, and a text that is known is not encoded.
@@ -120,12 +121,12 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         """
         chunks = {node.node_id: to_chunk(node) for node in nodes}
         for name, chunk in list(chunks.items()):
-            if not chunk.text.strip():
+            if not self._packets.text_of(chunk).strip():
                 logger.warning("node %s of document %r holds no text and is left out", name, chunk.document_id)
                 del chunks[name]
         vectors = {node.node_id: self._vector(node) for node in nodes if node.node_id in chunks}
         if chunks:
-            self._store(chunks, np.array([vectors[name] for name in chunks], np.float32))
+            self._packets.put(list(chunks.values()), np.array([vectors[name] for name in chunks], np.float32))
         return [node.node_id for node in nodes]
 
     def _vector(self, node: BaseNode) -> list[float]:
@@ -140,24 +141,13 @@ class KVPacketVectorStore(BasePydanticVectorStore):
             )
         return node.embedding
 
-    def _store(self, chunks: Mapping[str, Chunk], vectors: np.ndarray[Any, Any]) -> None:
-        known = {chunk.chunk_id: chunk.text for chunk in self._index.get(list(chunks))}
-        texts = {name: chunk.text for name, chunk in chunks.items()}
-        try:
-            self._leftovers.put_back({name: text for name, text in texts.items() if name not in known})
-            packet_ids = encode_nodes(self._engine, texts, known, self._progress)
-            self._index.add(list(chunks.values()), vectors, packet_ids)
-        except BaseException:
-            self._engine.drop_owners(chunks.keys() - known.keys())
-            raise
-
     def delete(self, ref_doc_id: str, **delete_kwargs: Any) -> None:
         """Delete a document's nodes, and the packets that no other node needs; an unknown one is no error.
 
-        After ``delete_ref_doc`` LlamaIndex still knows the document's hash, and ``refresh_ref_docs`` takes it for
-        unchanged; ``index.docstore.delete_document(ref_doc_id, raise_error=False)`` makes it forget that too.
+        After ``index.delete_ref_doc`` LlamaIndex still knows the document's hash, and ``refresh_ref_docs`` takes it
+        for unchanged; :func:`~llama_index_kvpacket.delete_document` makes it forget that too.
         """
-        self._drop(self._index.chunk_ids(ref_doc_id))
+        self._packets.delete(self._index.chunk_ids(ref_doc_id))
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -169,17 +159,12 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         """
         if node_ids is None and filters is None:
             raise StoreError("delete_nodes got neither node_ids nor filters; call clear() to delete every node")
-        self._drop([chunk.chunk_id for chunk in self._select(node_ids, filters)])
+        self._packets.delete([chunk.chunk_id for chunk in self._select(node_ids, filters)])
 
     def clear(self) -> None:
         """Delete every node and its packet."""
-        self._engine.drop_owners(self._index.delete([chunk.chunk_id for chunk, _ in self._index.rows()]))
-        self._leftovers.clear()
-
-    def _drop(self, node_ids: Sequence[str]) -> None:
-        """Rows first: a packet without a row is only waste."""
-        self._leftovers.collect(chunk.text for chunk in self._index.get(node_ids))
-        self._engine.drop_owners(self._index.delete(node_ids))
+        self._packets.delete([chunk.chunk_id for chunk, _ in self._index.rows()])
+        self._packets.leftovers.clear()
 
     def get_nodes(self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None) -> list[BaseNode]:
         """The nodes of these ids that pass the filters, in the order asked; of all nodes if no ids are given."""
@@ -231,10 +216,8 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         require_local(fs)
         pointer = Path(persist_path)
         folder = Path(self.path) if self.path else pointer.with_suffix(".kvpacket")
-        if not self.path:
-            copy_index(self._index, folder)
-        if not self.path or not isinstance(self._engine.store, DiskStore):
-            copy_packets(self._index, self._engine, folder)
+        if not self.path or not isinstance(self.engine.store, DiskStore):
+            copy_to(folder, self._packets)
         write_pointer(pointer, folder)
 
     @classmethod
@@ -262,7 +245,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     def close(self) -> None:
         """Close the index; the engine stays open."""
         self._index.close()
-        self._leftovers.clear()
+        self._packets.leftovers.clear()
 
     async def async_add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """:meth:`add` in a worker thread."""

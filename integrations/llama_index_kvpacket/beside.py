@@ -1,0 +1,86 @@
+"""Packets beside any vector store: what can have one, and who owns it."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from llama_index.core.schema import BaseNode, MetadataMode
+
+from kvpacket_rag import DocumentError, KVPacketEngine
+from llama_index_kvpacket.nodes import document_of, packet_text
+
+logger = logging.getLogger(__name__)
+
+DEFAULT_OWNER = "llama_index"
+
+
+@dataclass(frozen=True, slots=True)
+class Encodable:
+    """A node whose text can be a packet.
+
+    Attributes:
+        node: with the text.
+        text: that prompts hold of it.
+        packet_id: what the packet is called, whether it is there or not.
+        owner: who keeps it: the node's document in its collection.
+    """
+
+    node: BaseNode
+    text: str
+    packet_id: str
+    owner: str
+
+
+def encodable(engine: KVPacketEngine, nodes: Iterable[BaseNode], owner: str, text_key: str) -> list[Encodable]:
+    """The nodes that can have a packet; those without text are left out, those longer than the window are told of."""
+    found = []
+    for node in nodes:
+        text = packet_text(node.get_content(MetadataMode.NONE), node.metadata, text_key)
+        if not text.strip():
+            continue
+        try:
+            packet_id, _ = engine.encoder.identify(text)
+        except DocumentError as error:
+            logger.warning("node %s gets no packet: %s", node.node_id, error)
+            continue
+        found.append(Encodable(node, text, packet_id, owner_name(owner, document_of(node) or node.node_id)))
+    return found
+
+
+def owner_name(owner: str, document_id: str) -> str:
+    """Under which name a document of a collection owns its packets."""
+    return f"{owner}/{document_id}"
+
+
+def replace_packets(engine: KVPacketEngine, nodes: Sequence[BaseNode], owner: str, text_key: str) -> list[Encodable]:
+    """Make the packets of documents' nodes, and drop those that the documents had besides."""
+    found = encodable(engine, nodes, owner, text_key)
+    texts, owners = [each.text for each in found], [each.owner for each in found]
+    guards = [f"{name}\n(changing)" for name in owners]  # no packet that stays is without owner meanwhile
+    try:
+        engine.encode(texts, guards)
+        engine.drop_owners({owner_name(owner, document_of(node) or node.node_id) for node in nodes})
+        engine.encode(texts, owners)
+    finally:
+        engine.drop_owners(dict.fromkeys(guards))
+    return found
+
+
+def drop_packets(engine: KVPacketEngine, document_ids: Iterable[str], owner: str = DEFAULT_OWNER) -> list[str]:
+    """Drop the packets of documents that were deleted from a vector store, save those that other documents need.
+
+    A :class:`KVPacketVectorStore` does this by itself. Beside any other store, call this after ``delete_ref_doc``; a
+    document that is updated, by ``update_ref_doc``, ``refresh_ref_docs`` or an ingestion pipeline, loses its old
+    packets when a ``KVPacketTransform`` makes the new ones.
+
+    Args:
+        engine: over the packet store.
+        document_ids: the ``ref_doc_id`` of each; a node that has none is its own document.
+        owner: as of the transform and the post-processor.
+
+    Returns:
+        The ids of the packets that went.
+    """
+    return engine.drop_owners([owner_name(owner, name) for name in document_ids])

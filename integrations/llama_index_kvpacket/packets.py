@@ -1,0 +1,163 @@
+"""Rows and packets of a vector store's nodes: what it does besides converting types and searching."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from kvpacket_rag import (
+    Chunk,
+    DiskStore,
+    KVPacketEngine,
+    PacketIndex,
+    PacketMismatchError,
+    PacketNotFoundError,
+    StoreError,
+)
+from kvpacket_rag.origin import Origin
+from llama_index_kvpacket.leftovers import Leftovers
+from llama_index_kvpacket.loading import DEFAULT_MODEL, load, resolve
+from llama_index_kvpacket.nodes import packet_text
+from llama_index_kvpacket.ownership import IS_COPY, Ownership
+
+Progress = Callable[[int, int], None]
+TEXT_KEY = "packet_text_key"
+_BATCH_CHUNKS = 64
+
+
+class NodePackets:
+    """The rows of an index, each with a packet in the engine's store.
+
+    Args:
+        engine: makes and keeps the packets.
+        index: of rows and vectors.
+        folder: of the index; None for memory.
+        text_key: metadata key of the text that packets are made of; None for what the index was built with, and
+            ``""`` for the nodes' own text.
+        progress: called with tokens done and tokens in all, as packets are made.
+    """
+
+    def __init__(
+        self,
+        engine: KVPacketEngine,
+        index: PacketIndex,
+        folder: Path | None,
+        text_key: str | None,
+        progress: Progress | None,
+    ) -> None:
+        self.engine = engine
+        self.index = index
+        self.folder = folder
+        self.text_key = (index.get_setting(TEXT_KEY) or "") if text_key is None else text_key
+        self.leftovers = Leftovers(engine)
+        # An engine with packets on disk, and packets in this folder: they are taken for the same.
+        alone = folder is not None and isinstance(engine.store, DiskStore) and (folder / "packets.sqlite").is_file()
+        self.ownership = Ownership(index, engine.store, self.packet_of, folder, alone)
+        self._origin = Origin(index, folder) if folder else None
+        self._progress = progress
+
+    def text_of(self, chunk: Chunk) -> str:
+        """The text that a row's packet is made of."""
+        return packet_text(chunk.text, chunk.metadata, self.text_key)
+
+    def packet_of(self, chunk: Chunk) -> str:
+        """Name of that packet."""
+        return self.engine.encoder.identify(self.text_of(chunk))[0]
+
+    def open(self, reencode: bool) -> None:
+        """See that the engine can read the packets of a stored index, and note in it what it is built with.
+
+        Args:
+            reencode: make the packets anew that the engine cannot read.
+
+        Raises:
+            PacketMismatchError: they were made by another model, adapter or dtype.
+            PacketNotFoundError: the engine's store knows none of them.
+            StoreError: they were made of another text of the nodes.
+        """
+        if len(self.index) and self._is_stale(reencode):
+            self._begin()
+            self._reencode(set())
+        elif len(self.index) and reencode:
+            self._reencode({known.packet_id for known in self.engine.store.known(self.engine.signature)})
+        if self.index.get_setting("signature") != self.engine.signature.to_json():
+            self._begin()
+            self.index.set_setting(TEXT_KEY, self.text_key)
+            self.index.set_setting("signature", self.engine.signature.to_json())
+        if reencode or self.index.get_setting(IS_COPY):
+            self.ownership.adopt()
+        self.ownership.recover()
+
+    def put(self, chunks: Sequence[Chunk], vectors: npt.NDArray[np.float32]) -> None:
+        """Add rows, or replace those whose ids are known; all or none. A text that has a packet is not encoded.
+
+        Raises:
+            DocumentError: a text is empty, or longer than the model's window.
+            PacketMismatchError: another process has encoded the index anew for another model.
+            StoreError: the vectors do not fit the index, or there is no room.
+        """
+        if self.index.get_setting("signature") != self.engine.signature.to_json():
+            raise PacketMismatchError("the index was encoded again with another model, adapter or dtype; open it anew")
+        texts = [self.text_of(chunk) for chunk in chunks]
+        with self.ownership.changing([chunk.chunk_id for chunk in chunks]) as owners:
+            self.leftovers.put_back(dict(zip(owners, texts, strict=True)))
+            packets = self.engine.encode(texts, owners, self._progress)
+            self.index.add(chunks, vectors, packets)
+
+    def delete(self, names: Sequence[str]) -> None:
+        """Delete rows, and the packets that no other row needs; unknown ids are no error."""
+        if not names:
+            return
+        with self.ownership.changing(names):
+            self.leftovers.collect(self.text_of(chunk) for chunk in self.index.get(names))
+            self.index.delete(names)
+
+    def _is_stale(self, reencode: bool) -> bool:
+        """Whether the packets of all rows have to be made anew, which is only said if that is allowed."""
+        built_with = self.index.get_setting(TEXT_KEY) or ""
+        if built_with != self.text_key and not reencode:
+            raise StoreError(
+                f"the packets of this index are made of {built_with or 'the text'!r} of its nodes, not of "
+                f"{self.text_key or 'the text'!r}; leave packet_text_key out, or pass reencode=True"
+            )
+        if self._origin and self._origin.check(self.engine, self._origin.embedder, reencode):
+            return True
+        if not reencode and next(iter(self.engine.store.known(self.engine.signature)), None) is None:
+            raise PacketNotFoundError(
+                f"the index holds {len(self.index)} nodes, but the engine's store has no packet of its model; load "
+                "the engine with the store that was used when the nodes were added, or pass reencode=True"
+            )
+        return built_with != self.text_key
+
+    def _begin(self) -> None:
+        """From here on, nobody may answer from the index, until its signature is that of the engine."""
+        if self._origin:
+            self._origin.begin_reencoding(self.engine)
+
+    def _reencode(self, known: Container[str]) -> None:
+        """Give every row whose packet is not among the known ones a packet of this engine."""
+        rows = [chunk for chunk, packet in self.index.rows() if packet not in known]
+        for chunk in rows:
+            self.packet_of(chunk)  # all of them fit the model's window, or none is touched
+        for start in range(0, len(rows), _BATCH_CHUNKS):
+            batch = rows[start : start + _BATCH_CHUNKS]
+            names = [chunk.chunk_id for chunk in batch]
+            with self.ownership.changing(names) as owners:
+                packets = self.engine.encode([self.text_of(chunk) for chunk in batch], owners, self._progress)
+                self.index.set_packet_ids(dict(zip(names, packets, strict=True)))
+
+
+def load_engine(index: PacketIndex, folder: Path | None, loading: Mapping[str, Any]) -> KVPacketEngine:
+    """An engine over the packets in an index's folder: as the index was built, where nothing else is asked for."""
+    options = resolve(loading, has_model=False, has_tokenizer=False)
+    name = options.pop("model_name", None)
+    if folder is None or not index.get_setting("signature"):
+        return load(name or DEFAULT_MODEL, {**options, "store": folder})
+    options["device"] = options.pop("device_map")
+    if options["dtype"] == "auto":
+        del options["dtype"]
+    return Origin(index, folder).load_engine(name, options)

@@ -1,0 +1,196 @@
+"""What of a prompt comes from packets: known chunks, hinted ones, and those that any retriever found."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+from conftest import CHUNKS
+from llama_index.core import VectorStoreIndex
+from llama_index.core.postprocessor import MetadataReplacementPostProcessor
+from llama_index.core.schema import NodeWithScore, TextNode
+from llama_index_kvpacket import KVPacketLLM, retrieved
+from llama_index_kvpacket.retrieved import CUT, ENCODED_NOW, ESCAPED, NOT_ENCODED, RETRIEVED
+from llama_index_samples import QUESTION, WatchedLLM, WordEmbedding, no_stray_loop, node  # noqa: F401
+
+from kvpacket_rag import DiskStore, KVPacketEngine, PacketMissError, StoreFullError
+
+TEXT = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
+
+
+@pytest.fixture(autouse=True)
+def _nothing_retrieved() -> None:
+    RETRIEVED._nodes.clear()
+
+
+@pytest.fixture
+def llm(engine: KVPacketEngine) -> KVPacketLLM:
+    return KVPacketLLM(engine=engine, max_new_tokens=4)
+
+
+def plain_index(texts: list[str]) -> VectorStoreIndex:
+    """An index of LlamaIndex's own, which knows nothing of packets."""
+    return VectorStoreIndex([node(f"n{i}", text) for i, text in enumerate(texts)], embed_model=WordEmbedding())
+
+
+def retrieve(*texts: str) -> None:
+    """Let a retriever find these texts."""
+    plain_index(list(texts)).as_retriever(similarity_top_k=len(texts)).retrieve(QUESTION)
+
+
+def reasons(usage: Any) -> list[str]:
+    return [miss["reason"] for miss in usage["misses"]]
+
+
+def test_a_chunk_of_any_index_is_encoded_when_a_prompt_first_holds_it_and_reused_from_then_on(llm: KVPacketLLM):
+    query_engine = plain_index(CHUNKS).as_query_engine(llm=llm, similarity_top_k=2)
+    first, second = [(query_engine.query(QUESTION).response, llm.last_usage) for _ in range(2)]
+    assert first[0] == second[0] and len(llm.engine.store) == 2
+    assert first[1]["chunks_reused"] == 0 and reasons(first[1]) == [ENCODED_NOW] * 2
+    assert second[1]["chunks_reused"] == 2 and reasons(second[1]) == []
+    assert first[1]["packet_tokens"] == 0 and first[1]["prompt_tokens"] == second[1]["prompt_tokens"]
+    assert second[1]["packet_tokens"] >= sum(known.num_tokens for known in llm.engine.store.known(llm.engine.signature))
+
+
+async def test_an_async_stream_encodes_them_too(llm: KVPacketLLM):
+    query_engine = plain_index(CHUNKS).as_query_engine(llm=llm, similarity_top_k=2, streaming=True)
+    for reused in (0, 2):
+        response = await query_engine.aquery(QUESTION)
+        assert [piece async for piece in response.async_response_gen()]
+        assert llm.last_usage is not None and llm.last_usage["chunks_reused"] == reused
+
+
+def test_the_time_to_encode_them_is_part_of_the_time_to_the_first_token(
+    llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(llm.learner, "prepare", lambda texts, encode: retrieved.Prepared(seconds=100.0))
+    timings = llm.complete(TEXT).raw["timings"]
+    assert 100 < timings["load_seconds"] < timings["ttft_seconds"] < timings["total_seconds"] < 150
+
+
+def test_what_a_prompt_does_not_hold_is_not_encoded(llm: KVPacketLLM):
+    retrieve(*CHUNKS)
+    assert llm.complete(f"{CHUNKS[1]}\n{QUESTION}").raw["usage"]["chunks_reused"] == 0 and len(llm.engine.store) == 1
+
+
+@pytest.mark.parametrize("fields", [{"match": "off"}, {"policy": "prefill"}, {"encode_retrieved": False}])
+def test_nothing_is_encoded_where_packets_are_not_wanted(llm: KVPacketLLM, fields: dict[str, Any]):
+    retrieve(*CHUNKS[:2])
+    usage = KVPacketLLM(engine=llm.engine, **fields).complete(TEXT, max_tokens=2).raw["usage"]
+    assert len(llm.engine.store) == 0 and usage["packet_tokens"] == 0
+    assert reasons(usage) == ([NOT_ENCODED] * 2 if "encode_retrieved" in fields else [])
+
+
+def test_text_that_a_post_processor_put_in_place_of_a_sentence_is_encoded(llm: KVPacketLLM):
+    sentence = TextNode(text="Ada Marlow signed it.", metadata={"window": CHUNKS[1]})
+    sentence.excluded_llm_metadata_keys = ["window"]
+    index = VectorStoreIndex([sentence], embed_model=WordEmbedding())
+    steps = [MetadataReplacementPostProcessor(target_metadata_key="window")]
+    query_engine = index.as_query_engine(llm=llm, node_postprocessors=steps)
+    for reused in (0, 1):
+        query_engine.query(QUESTION)
+        assert llm.last_usage is not None and llm.last_usage["chunks_reused"] == reused
+
+
+def test_a_chunk_that_is_part_of_a_longer_one_is_no_chunk_of_its_own(llm: KVPacketLLM):
+    retrieve(CHUNKS[1], f"{CHUNKS[0]} {CHUNKS[1]}")
+    llm.complete(f"{CHUNKS[0]} {CHUNKS[1]}\n\n{QUESTION}")
+    assert [known.text for known in llm.engine.store.known(llm.engine.signature)] == [f"{CHUNKS[0]} {CHUNKS[1]}"]
+
+
+def test_a_store_that_is_full_is_a_miss_and_no_failure(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
+    def full(*args: Any) -> None:
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr(llm.engine, "encode", full)
+    retrieve(*CHUNKS[:2])
+    usage = llm.complete(TEXT).raw["usage"]
+    assert reasons(usage) == ["no room"] * 2 and usage["packet_tokens"] == 0
+
+
+def test_in_memory_the_oldest_packets_of_retrieved_chunks_make_room(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
+    for number, chunk in enumerate(CHUNKS):
+        monkeypatch.setattr(retrieved, "_KEPT_BYTES", 0 if number == 3 else 2**40)
+        retrieve(chunk)
+        llm.complete(f"{chunk}\n{QUESTION}")
+        if number == 1:
+            llm.engine.encode([chunk], ["a node"])
+    texts = [known.text for known in llm.engine.store.known(llm.engine.signature)]
+    assert sorted(texts) == sorted([CHUNKS[1], CHUNKS[3]])
+
+
+def test_on_disk_they_are_there_in_the_next_process(llm: KVPacketLLM, tmp_path: Any):
+    retrieve(*CHUNKS[:2])
+    first = KVPacketLLM(engine=KVPacketEngine(llm.engine.backbone, DiskStore(tmp_path), min_match_tokens=4))
+    first.complete(TEXT, max_tokens=2)
+    RETRIEVED._nodes.clear()
+    again = KVPacketLLM(engine=KVPacketEngine(llm.engine.backbone, DiskStore(tmp_path), min_match_tokens=4))
+    assert again.complete(TEXT, max_tokens=2).raw["usage"]["chunks_reused"] == 2
+
+
+@pytest.mark.parametrize(
+    ("shown", "reason"),
+    [(CHUNKS[0][:70] + "\n\n", CUT), ("... " + CHUNKS[1][-70:], CUT), (repr([f"{CHUNKS[2]}\n'{CHUNKS[3]}'"]), ESCAPED)],
+)
+def test_a_retrieved_chunk_that_a_prompt_holds_in_another_form_is_told_of(llm: KVPacketLLM, shown: str, reason: str):
+    chunk = f"{CHUNKS[0]} {CHUNKS[1]}" if reason == CUT else f"{CHUNKS[2]}\n'{CHUNKS[3]}'"
+    (packet,) = llm.engine.encode([chunk])
+    retrieve(chunk, CHUNKS[3][:30])
+    usage = llm.complete(f"Context: {shown}\n{QUESTION}").raw["usage"]
+    assert {"packet_id": packet, "reason": reason} in usage["misses"] and usage["chunks_reused"] == 0
+
+
+def test_misses_are_warned_of_or_refused_as_asked(llm: KVPacketLLM, caplog: pytest.LogCaptureFixture):
+    retrieve(*CHUNKS[:2])
+    with pytest.raises(PacketMissError, match=r"retrieved and has no packet.*Encode it first"):
+        llm.complete(TEXT, on_miss="error")
+    assert len(llm.engine.store) == 0
+    with caplog.at_level(logging.WARNING, logger="kvpacket_rag"):
+        llm.complete(TEXT, on_miss="warn")
+    assert caplog.text.count(ENCODED_NOW) == 2
+    strict = KVPacketLLM(engine=llm.engine, on_miss="error", max_new_tokens=4)
+    assert strict.complete(TEXT).raw["usage"]["chunks_reused"] == 2
+
+
+def test_hints_are_looked_for_and_those_not_in_the_prompt_are_misses(llm: KVPacketLLM):
+    first, second, third = llm.engine.encode(CHUNKS[:3])
+    usage = llm.complete(TEXT, hints=[first, third]).raw["usage"]
+    assert usage["chunks_reused"] == 2 and [miss["packet_id"] for miss in usage["misses"]] == [third]
+    usage = llm.complete(TEXT, match="hints", hints=[second]).raw["usage"]
+    assert usage["chunks_reused"] == 1 and usage["misses"] == []
+    with pytest.raises(PacketMissError, match=third[:12]):
+        llm.complete(TEXT, hints=[third], on_miss="error")
+
+
+def test_with_hints_alone_wanted_and_none_given_what_was_retrieved_counts(llm: KVPacketLLM):
+    llm.engine.encode(CHUNKS[:2])
+    llm.match = "hints"
+    assert llm.complete(TEXT).raw["usage"]["chunks_reused"] == 0
+    retrieve(CHUNKS[1], CHUNKS[3])
+    usage = llm.complete(TEXT).raw["usage"]
+    assert usage["chunks_reused"] == 1 and usage["misses"] == []
+
+
+def test_a_hinted_copy_shares_everything_but_its_hints(engine: KVPacketEngine):
+    llm = WatchedLLM(engine=engine, max_new_tokens=4)
+    (first,) = engine.encode(CHUNKS[:1])
+    copy = llm.hinted([first, first])
+    assert copy.hints == (first,) and llm.hints == () and copy.engine is engine
+    assert copy.complete(QUESTION).raw["usage"] == llm.last_usage and len(llm.usages) == 1
+    assert [miss["packet_id"] for miss in llm.last_usage["misses"]] == [first]
+
+
+def test_a_model_listens_to_retrievers_once_however_many_there_are(llm: KVPacketLLM):
+    before = list(retrieved.get_dispatcher().event_handlers)
+    KVPacketLLM(engine=llm.engine)
+    assert retrieved.get_dispatcher().event_handlers == before and before.count(RETRIEVED) == 1
+
+
+def test_only_so_many_retrieved_nodes_are_remembered():
+    for number in range(400):
+        event = retrieved.RetrievalEndEvent(
+            str_or_query_bundle="q", nodes=[NodeWithScore(node=TextNode(text=f"chunk {number}"))]
+        )
+        RETRIEVED.handle(event)
+    assert sorted(RETRIEVED.texts()) == sorted(f"chunk {number}" for number in range(144, 400))
