@@ -19,6 +19,7 @@ from kvpacket_rag.training.recipe import Recipe
 
 HEADER = ["run", "adapter", "other settings", "steps", "best KL", "plain KL", "recovered", "tokens a packet", "MB"]
 SHAPE = {"header", "trailer", "deep", "rank", "keep_header", "steps"}  # told by the adapter's own summary
+WATCHING = {"validate_every", "patience"}
 
 
 def line(folder: Path) -> list[str]:
@@ -44,7 +45,7 @@ def line(folder: Path) -> list[str]:
 def differences(recipe: dict[str, Any]) -> str:
     """Settings that are not the default ones."""
     usual = Recipe().to_dict()
-    return ", ".join(f"{n}={v}" for n, v in recipe.items() if n not in SHAPE and v != usual.get(n)) or "–"
+    return ", ".join(f"{n}={v}" for n, v in recipe.items() if n not in SHAPE | WATCHING and v != usual.get(n)) or "–"
 
 
 def main() -> None:
