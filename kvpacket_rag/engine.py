@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.answer import Answer, AnswerStream, Miss, Timings, Usage
@@ -258,6 +258,9 @@ class KVPacketEngine:
         )
         counts = filled.packet_tokens, filled.prefilled_tokens, len(tokens), filled.chunks_reused
         return Answer("".join(pieces), tuple(tokens), reason, Usage(*counts, misses + filled.misses), times)
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # it is shared, by copies too
 
     def close(self) -> None:
         """Close the store."""

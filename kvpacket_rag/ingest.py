@@ -17,7 +17,7 @@ from kvpacket_rag.embed import Embedder, Vectors
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.index import PacketIndex
-from kvpacket_rag.journal import OwnerJournal, remove_document
+from kvpacket_rag.journal import OwnerJournal, owner_names, remove_document
 from kvpacket_rag.progress import IngestProgress, IngestReport, OnProgress
 from kvpacket_rag.rows import metadata_json
 
@@ -130,12 +130,13 @@ class Ingester:
             meter = _Meter(progress, sum(tokens.values()), IngestReport())
             for start in range(0, len(rows), _BATCH_CHUNKS):
                 batch = rows[start : start + _BATCH_CHUNKS]
-                owners = [chunk.chunk_id for chunk, _ in batch]
+                ids = [chunk.chunk_id for chunk, _ in batch]
+                owners = owner_names(self.index, ids)
                 names = self.engine.encode([chunk.text for chunk, _ in batch], owners, meter.tell)
                 for old in {name for _, name in batch} - set(names):
                     self.engine.store.delete(old)
-                self.index.set_packet_ids(dict(zip(owners, names, strict=True)))
-                meter.finish(sum(tokens[name] for name in owners))
+                self.index.set_packet_ids(dict(zip(ids, names, strict=True)))
+                meter.finish(sum(tokens[name] for name in ids))
             return len(rows)
 
     def _plans(self, documents: Iterable[Document], report: IngestReport) -> list[_Plan]:
@@ -184,7 +185,7 @@ class Ingester:
         self._journal.note(
             {plan.document_id: [*old[plan.document_id], *(c.chunk_id for c in plan.chunks)] for plan in batch}
         )
-        names = self.engine.encode([chunk.text for chunk in chunks], new, meter.tell)
+        names = self.engine.encode([chunk.text for chunk in chunks], owner_names(self.index, new), meter.tell)
         self.index.add(chunks, self._vectors(chunks), names)
         self.index.delete({name for ids in old.values() for name in ids} - set(new))
         self._journal.settle(old)

@@ -17,11 +17,18 @@ from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.store import PacketStore
 
 _SETTING = "unsettled"
+OWNER_PREFIX = "owner_prefix"  # setting of an index whose packets lie in a store that others use too
 
 
 def change_lock(folder: str | Path) -> FileLock:
     """To be held while an index in a folder is changed, so that processes take turns; reading needs no lock."""
     return FileLock(Path(folder) / ".changing.lock")
+
+
+def owner_names(index: PacketIndex, chunk_ids: Iterable[str]) -> list[str]:
+    """Under which names chunks of an index own their packets."""
+    prefix = index.get_setting(OWNER_PREFIX) or ""
+    return [prefix + chunk_id for chunk_id in chunk_ids]
 
 
 class OwnerJournal:
@@ -53,7 +60,8 @@ class OwnerJournal:
         if not done:
             return
         present = {chunk_id for name in done for chunk_id in self._index.chunk_ids(name)}
-        self._store.drop_owners([chunk_id for name in done for chunk_id in noted[name] if chunk_id not in present])
+        gone = [chunk_id for name in done for chunk_id in noted[name] if chunk_id not in present]
+        self._store.drop_owners(owner_names(self._index, gone))
         self._write({name: ids for name, ids in noted.items() if name not in done})
 
     def _read(self) -> dict[str, list[str]]:

@@ -102,10 +102,11 @@ class KVPacketRAG:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
             StoreError: the folder is no index, or was built with another embedder.
         """
+        folder = Path(folder).expanduser().absolute()
         with ExitStack() as undo:
             index = PacketIndex.open(folder, kind=kind)
             undo.callback(index.close)
-            origin = Origin(index, Path(folder))
+            origin = Origin(index, folder)
             engine = origin.load_engine(model, engine_options)
             undo.callback(engine.close)
             embedder = embedder or SentenceTransformerEmbedder(origin.embedder)

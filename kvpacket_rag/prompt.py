@@ -7,6 +7,7 @@ found in the messages first and one-time words put in their place; the rendered 
 from __future__ import annotations
 
 import itertools
+import json
 import re
 import secrets
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -20,7 +21,7 @@ from kvpacket_rag.finder import ChunkFinder
 
 __all__ = ["ChunkFinder", "ChunkPiece", "Message", "Piece", "TextPiece", "segment_chat", "segment_text"]
 
-_TEXTS = ("tools", "documents")  # template arguments that hold what somebody wrote
+_NO_CHUNKS = ChunkFinder()
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,28 +104,38 @@ def _render_marked(
     messages: Sequence[Message], options: Mapping[str, Any], marks: _Marks, finder: ChunkFinder, tokenizer: Any
 ) -> str:
     """The rendered chat with every mark in it; marks the template loses are replaced by what they stood for."""
-    messages, options = _rewrite(messages, options, lambda text: marks.put_chunks(text, finder))
+
+    def in_json(text: str) -> str:
+        is_escaped = json.dumps(text, ensure_ascii=False)[1:-1] != text
+        return marks.put_chunks(text, _NO_CHUNKS if is_escaped else finder)  # an escaped chunk is not the chunk
+
+    messages, options = _rewrite(messages, options, lambda text: marks.put_chunks(text, finder), in_json)
     while True:
         rendered = renderer(tokenizer, options)(messages)
         lost = [mark for mark in marks.pieces if mark not in rendered]
         if not lost:
             return rendered
         literals = {mark: marks.take_back(mark) for mark in lost}
-        messages, options = _rewrite(messages, options, partial(_replace_all, literals=literals))
+        put_back = partial(_replace_all, literals=literals)
+        messages, options = _rewrite(messages, options, put_back, put_back)
 
 
 def _rewrite(
-    messages: Sequence[Message], options: Mapping[str, Any], change: Callable[[str], str]
+    messages: Sequence[Message],
+    options: Mapping[str, Any],
+    change: Callable[[str], str],
+    in_json: Callable[[str], str],
 ) -> tuple[list[Message], dict[str, Any]]:
-    """``change`` applied to every text that a template renders but did not write."""
+    """``change`` applied to every text that a template renders but did not write; ``in_json`` where it writes JSON."""
     rewritten = []
     for message in messages:
         calls = [
-            replace(call, name=change(call.name), arguments=_in_strings(call.arguments, change))
+            replace(call, name=change(call.name), arguments=_in_strings(call.arguments, in_json))
             for call in message.tool_calls
         ]
         rewritten.append(replace(message, content=change(message.content), tool_calls=tuple(calls)))
-    given = {name: _in_strings(options[name], change) for name in _TEXTS if name in options}
+    ways = {"tools": in_json, "documents": change}
+    given = {name: _in_strings(options[name], way) for name, way in ways.items() if name in options}
     return rewritten, {**options, **given}
 
 

@@ -25,7 +25,7 @@ Match = Literal["auto", "hints", "off"]
 OnMiss = Literal["prefill", "warn", "error"]
 Prompt = str | Sequence[Message]
 
-_UNKNOWN = "the store knows no such chunk, or one shorter than {} tokens"
+_UNKNOWN = "the store knows no such chunk"
 _NOT_IN_PROMPT = "it was retrieved, but its text is not in the prompt as it was encoded"
 
 
@@ -87,6 +87,7 @@ class PromptReader:
         self._min_match_tokens = min_match_tokens
         self._finder = ChunkFinder()
         self._known: dict[str, int] = {}  # packet id to tokens of its text
+        self._short: set[str] = set()  # packets of chunks that are not looked for
         self._revision: int | None = None
         self._lock = threading.Lock()
 
@@ -121,12 +122,23 @@ class PromptReader:
             self._refresh()
             finder = self._finder.only(reuse.hints) if reuse.match == "hints" else self._finder
             if isinstance(prompt, str):
-                pieces = segment_text(prompt, finder)
+                pieces = self._cut(prompt, finder)
             else:
                 pieces = segment_chat(prompt, finder, self._backbone.tokenizer, template_kwargs=template_kwargs)
-            parts = tokenise(self._backbone, pieces, {} if reads_all else self._known)
+            known = {} if reads_all else self._known
+            if finder is not self._finder:
+                known = {name: known[name] for name in reuse.hints if name in known}
+            parts = tokenise(self._backbone, pieces, known)
             misses = () if reads_all else self._misses(pieces, finder, reuse.hints)
         return parts, misses
+
+    def _cut(self, prompt: str, finder: ChunkFinder) -> list[Piece]:
+        """A final text at the chunks looked for, then at all others, whose control strings are plain text as well."""
+        pieces = segment_text(prompt, finder)
+        if finder is self._finder:
+            return pieces
+        inner = (segment_text(p.text, self._finder) if isinstance(p, TextPiece) else [p] for p in pieces)
+        return [piece for cut in inner for piece in cut]
 
     def _misses(self, pieces: Sequence[Piece], finder: ChunkFinder, hints: Iterable[str]) -> tuple[Miss, ...]:
         """Chunks that should have been found, with the reason why not; each once."""
@@ -135,9 +147,9 @@ class PromptReader:
         near = [miss for text in texts for miss in finder.near_misses(text)]
         told = found | {name for name, _ in near}
         reused = [piece.text for piece in pieces if isinstance(piece, ChunkPiece)]
+        told |= self._short  # they are text by rule
         lost = [name for name in dict.fromkeys(hints) if name not in told and not finder.is_inside(name, reused)]
-        unknown = _UNKNOWN.format(self._min_match_tokens)
-        reasons = near + [(name, _NOT_IN_PROMPT if name in self._known else unknown) for name in lost]
+        reasons = near + [(name, _NOT_IN_PROMPT if name in self._known else _UNKNOWN) for name in lost]
         return tuple(Miss(name, reason) for name, reason in reasons)
 
     def _refresh(self) -> None:
@@ -145,11 +157,9 @@ class PromptReader:
         revision = self._store.revision()
         if revision == self._revision:
             return
-        now = {
-            chunk.packet_id: chunk
-            for chunk in self._store.known(self._signature)
-            if chunk.num_tokens >= self._min_match_tokens
-        }
+        known = list(self._store.known(self._signature))
+        now = {chunk.packet_id: chunk for chunk in known if chunk.num_tokens >= self._min_match_tokens}
+        self._short = {chunk.packet_id for chunk in known if chunk.packet_id not in now}
         for name in self._known.keys() - now.keys():
             self._finder.discard(name)
         for name in now.keys() - self._known.keys():

@@ -100,3 +100,10 @@ def test_a_vector_store_without_engine_needs_one_named(engine: KVPacketEngine):
 def test_traces_name_it(store: KVPacketVectorStore):
     assert KVPacketRetriever(vectorstore=store)._get_ls_params() == {"ls_retriever_name": "kvpacket"}
     assert "weights" not in repr(KVPacketRetriever(vectorstore=store)) and len(repr(store)) < 200
+
+
+def test_what_can_have_no_packet_is_retrieved_all_the_same(engine: KVPacketEngine, caplog: pytest.LogCaptureFixture):
+    long = Document("word " * 3000, id="long")
+    other = InMemoryVectorStore.from_documents([*documents(), long], WordEmbeddings())
+    assert "long" in ids(KVPacketRetriever(vectorstore=other, engine=engine, k=9).invoke(QUESTION))
+    assert len(engine.store) == 4 and "is read in full" in caplog.text

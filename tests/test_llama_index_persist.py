@@ -12,6 +12,7 @@ from llama_index_kvpacket.ownership import Ownership
 from llama_index_samples import node, nodes
 
 from kvpacket_rag import Backbone, DiskStore, KVPacketEngine, MemoryStore, PacketIndex
+from kvpacket_rag.journal import remove_document
 
 NAME = "default__vector_store.json"
 
@@ -130,3 +131,25 @@ def test_a_killed_copy_is_the_old_one_or_the_new_one(
     assert texts(again) == known(again.engine) == sorted(CHUNKS[2:] if is_new else CHUNKS[:2])
     store.persist(str(tmp_path / NAME))
     assert texts(again) == known(again.engine) == sorted(CHUNKS[2:])
+
+
+def test_the_core_deletes_documents_of_a_store_that_shares_its_engine(store: KVPacketVectorStore, tmp_path: Path):
+    store.persist(str(tmp_path / NAME))
+    folder = tmp_path / "default__vector_store.kvpacket"
+    index, packets = PacketIndex.open(folder), DiskStore(folder)
+    assert remove_document(index, packets, "doc") == 2 and not len(packets)
+    assert remove_document(store.client, store.engine.store, "doc") == 2 and not known(store.engine)
+
+
+def test_a_folder_is_the_same_from_everywhere(store: KVPacketVectorStore, tmp_path: Path, monkeypatch: Any):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    packets = DiskStore("~/library")
+    monkeypatch.chdir(tmp_path)
+    assert (tmp_path / "library" / "packets").is_dir() and not (tmp_path / "~").exists()
+    packets.close()
+
+
+def test_deleting_the_empty_document_deletes_nothing(store: KVPacketVectorStore):
+    store.add([node("alone", CHUNKS[2])])
+    store.delete("")
+    assert "alone" in [found.node_id for found in store.get_nodes()]

@@ -120,13 +120,12 @@ def test_in_memory_the_oldest_packets_of_retrieved_chunks_make_room(llm: KVPacke
     assert sorted(texts) == sorted([CHUNKS[1], CHUNKS[3]])
 
 
-def test_on_disk_they_are_there_in_the_next_process(llm: KVPacketLLM, tmp_path: Any):
+def test_on_disk_nothing_is_kept_that_would_outlive_its_document(llm: KVPacketLLM, tmp_path: Any):
     retrieve(*CHUNKS[:2])
-    first = KVPacketLLM(engine=KVPacketEngine(llm.engine.backbone, DiskStore(tmp_path), min_match_tokens=4))
-    first.complete(TEXT, max_tokens=2)
-    RETRIEVED._nodes.clear()
-    again = KVPacketLLM(engine=KVPacketEngine(llm.engine.backbone, DiskStore(tmp_path), min_match_tokens=4))
-    assert again.complete(TEXT, max_tokens=2).raw["usage"]["chunks_reused"] == 2
+    on_disk = KVPacketLLM(engine=KVPacketEngine(llm.engine.backbone, DiskStore(tmp_path), min_match_tokens=4))
+    misses = on_disk.complete(TEXT, max_tokens=2).raw["usage"]["misses"]
+    assert len(misses) == 2 and all("KVPacketPostprocessor" in miss["reason"] for miss in misses)
+    assert not list(on_disk.engine.store.known(on_disk.engine.signature))
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 
 import pytest
@@ -83,3 +84,24 @@ def test_a_miss_is_told_where_that_is_asked(engine: KVPacketEngine, caplog: pyte
 def test_unknown_words_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(PromptError, match=next(iter(wrong))):
         Reuse(**wrong)  # type: ignore[arg-type]
+
+
+def test_a_chunk_too_short_to_be_looked_for_is_no_miss(engine: KVPacketEngine) -> None:
+    (short,) = engine.encode(["Yes."])
+    assert not engine.generate(ask("Yes."), SHORT, reuse=Reuse(hints=(short,), on_miss="error")).usage.misses
+
+
+def test_control_strings_in_a_chunk_are_plain_text_though_it_is_not_hinted(engine: KVPacketEngine) -> None:
+    text = f"{CHUNKS[0]} {engine.backbone.tokenizer.eos_token} and more"
+    (name,) = engine.encode([CHUNKS[1]])
+    engine.encode([text])
+    prompt = f"{CHUNKS[1]}\n\n{text}\n\nWho?"
+    counts = [
+        engine.generate(prompt, SHORT, reuse=reuse).usage.prompt_tokens
+        for reuse in (Reuse(), Reuse("hints", (name,)), Reuse("off"))
+    ]
+    assert len(set(counts)) == 1
+
+
+def test_copies_share_engine_and_store(engine: KVPacketEngine) -> None:
+    assert copy.deepcopy([engine, engine.store]) == [engine, engine.store]

@@ -18,9 +18,9 @@ from kvpacket_rag import (
     PacketSignature,
     StoreError,
 )
+from kvpacket_rag.journal import OWNER_PREFIX
 
 _PAGE = 64  # chunks copied at a time
-_PREFIX = "owner_prefix"
 
 
 class ChunkLibrary:
@@ -48,9 +48,9 @@ class ChunkLibrary:
         self.index = index
         self.embedder = embedder
         self._claim(index)
-        if index.get_setting(_PREFIX) is None and not len(index):
-            index.set_setting(_PREFIX, "" if own_packets else f"{uuid.uuid4()}/")
-        self._prefix = index.get_setting(_PREFIX) or ""
+        if index.get_setting(OWNER_PREFIX) is None and not len(index):
+            index.set_setting(OWNER_PREFIX, "" if own_packets else f"{uuid.uuid4()}/")
+        self._prefix = index.get_setting(OWNER_PREFIX) or ""
 
     def put(self, chunks: Sequence[Chunk]) -> None:
         """Add chunks, or replace those whose ids are known; all or none.
@@ -97,7 +97,7 @@ class ChunkLibrary:
         try:
             if len(index):
                 raise StoreError(f"the index in {folder} holds {len(index)} texts already; save into an empty folder")
-            index.set_setting(_PREFIX, "")
+            index.set_setting(OWNER_PREFIX, "")
             self._claim(index)
             rows = [chunk for chunk, _ in self.index.rows()]
             for start in range(0, len(rows), _PAGE):

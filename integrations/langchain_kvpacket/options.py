@@ -252,6 +252,8 @@ class EngineFields(BaseLanguageModel[Any]):
             "policy": call.policy,
             "match": call.reuse.match,
             "on_miss": call.reuse.on_miss,
+            "min_match_tokens": self.min_match_tokens,
+            "store": id(engine.store) if engine else str(self.store),
             "chat_template_kwargs": call.template_kwargs,
             "stops_by_default": stops,
             **settings,

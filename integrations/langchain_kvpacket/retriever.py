@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -11,7 +12,9 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 from pydantic import ConfigDict, Field, model_validator
 
-from kvpacket_rag import KVPacketEngine
+from kvpacket_rag import DocumentError, KVPacketEngine, StoreError
+
+logger = logging.getLogger(__name__)
 
 _OPTIONS = {
     "similarity": ("k", "filter"),
@@ -102,6 +105,11 @@ class KVPacketRetriever(BaseRetriever):
 
     def _encoded(self, documents: list[Document]) -> list[Document]:
         """The documents, every one with its packet."""
-        if self.engine is not None:
-            self.engine.encode([text for document in documents if (text := document.page_content).strip()])
+        for text in {document.page_content: None for document in documents}:
+            if self.engine is None or not text.strip():
+                continue
+            try:
+                self.engine.encode([text])
+            except (DocumentError, StoreError) as error:
+                logger.warning("a retrieved document has no packet and is read in full: %s", error)
         return documents

@@ -64,7 +64,7 @@ class ConfiguredLLM(LLM):
     encode_retrieved: bool = Field(
         default=True,
         description="Give chunks that a retriever found, and that have no packet, one when a prompt first holds them; "
-        "not with on_miss='error'.",
+        "not with on_miss='error', and not in a folder, where it would outlive its document: see KVPacketTransform.",
     )
     policy: Policy = Field(default="packets", description="'prefill' reads every prompt in full, to compare.")
     device_map: str = Field(default="auto", description="Where the model runs, such as 'cuda' or 'cpu'.")

@@ -12,9 +12,8 @@ from pathlib import Path
 from filelock import Timeout
 
 from kvpacket_rag import Chunk, PacketIndex, PacketNotFoundError, PacketStore
-from kvpacket_rag.journal import change_lock
+from kvpacket_rag.journal import OWNER_PREFIX, change_lock
 
-PREFIX = "owner_prefix"  # the LangChain store keeps it under the same key, so that both can use one folder
 IS_COPY = "is_copy"  # until a copied index is first opened: in that store, its rows may own no packets yet
 _NOTED = "unsettled_nodes"
 
@@ -50,12 +49,12 @@ class Ownership:
         self._packet_of = packet_of
         self.threads = threading.RLock()
         self._processes = change_lock(folder) if folder else None
-        if index.get_setting(PREFIX) is None and not len(index):
-            index.set_setting(PREFIX, "" if alone else f"{uuid.uuid4()}/")
+        if index.get_setting(OWNER_PREFIX) is None and not len(index):
+            index.set_setting(OWNER_PREFIX, "" if alone else f"{uuid.uuid4()}/")
 
     def owners(self, names: Iterable[str]) -> list[str]:
         """Under which names rows own their packets."""
-        prefix = self._index.get_setting(PREFIX) or ""
+        prefix = self._index.get_setting(OWNER_PREFIX) or ""
         return [prefix + name for name in names]
 
     @contextmanager

@@ -7,7 +7,7 @@ import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpacket_rag import Answer, AnswerStream, Message, Miss, Reuse, Usage
+from kvpacket_rag import Answer, AnswerStream, MemoryStore, Message, Miss, Reuse, Usage
 from llama_index_kvpacket.responses import Raw, raw
 from llama_index_kvpacket.retrieved import ENCODED_NOW, Prepared
 
@@ -53,7 +53,8 @@ class Request:
 
     def _prepare(self, prompt: Prompt, reuse: Reuse) -> Reuse:
         texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-        encode = self._llm.encode_retrieved and reuse.on_miss != "error"
+        in_memory = isinstance(self._llm.engine.store, MemoryStore)
+        encode = self._llm.encode_retrieved and in_memory and reuse.on_miss != "error"
         prepared = self._llm.learner.prepare(texts, encode)
         misses = tuple(miss for miss in prepared.misses if miss.packet_id not in reuse.hints)
         reuse.act_on([*misses, *(Miss(name, ENCODED_NOW) for name in prepared.encoded)])

@@ -27,12 +27,15 @@ from kvpacket_rag import KVPacketEngine, KVPacketError, MemoryStore, Miss, Packe
 logger = logging.getLogger(__name__)
 
 _KEPT_NODES = 256
-_KEPT_BYTES = 2 * 2**30  # of packets in memory; those in a folder are under the folder's own cap
+_KEPT_BYTES = 2 * 2**30  # of packets in memory
 _PASSING = "retrieved"  # an owner for a moment
 _EDGE = 64  # characters at a chunk's start or end by which a part of it is recognised
 
 ENCODED_NOW = "it was retrieved and had no packet, so it was encoded for this prompt; the next one reuses it"
-NOT_ENCODED = "it was retrieved and has no packet"
+NOT_ENCODED = (
+    "it was retrieved and has no packet; a KVPacketTransform or a KVPacketPostprocessor makes packets that go with "
+    "their documents"
+)
 ESCAPED = (
     "the prompt holds it with its line breaks and quotes escaped, as LlamaIndex's simple_summarize writes it; use "
     "KVPacketSynthesizer(response_mode='simple_summarize')"

@@ -32,7 +32,7 @@ from llama_index_kvpacket.prompt_helper import BoundaryPromptHelper, parts_of, p
 
 logger = logging.getLogger(__name__)
 
-_SOURCE = re.compile(r"Source \d+:\n")  # CitationQueryEngine puts it before the text of a node
+_SOURCE = re.compile(r"\ASource \d+:\n")  # CitationQueryEngine puts it before the text of a node
 
 
 @dataclass(frozen=True, slots=True)

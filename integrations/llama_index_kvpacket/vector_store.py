@@ -147,7 +147,8 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         After ``index.delete_ref_doc`` LlamaIndex still knows the document's hash, and ``refresh_ref_docs`` takes it
         for unchanged; :func:`~llama_index_kvpacket.delete_document` makes it forget that too.
         """
-        self._packets.delete(self._index.chunk_ids(ref_doc_id))
+        if ref_doc_id:  # nodes of no document are kept under the empty name
+            self._packets.delete(self._index.chunk_ids(ref_doc_id))
 
     def delete_nodes(
         self, node_ids: list[str] | None = None, filters: MetadataFilters | None = None, **delete_kwargs: Any
@@ -215,7 +216,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         """
         require_local(fs)
         pointer = Path(persist_path)
-        folder = Path(self.path) if self.path else pointer.with_suffix(".kvpacket")
+        folder = Path(self.path).expanduser() if self.path else pointer.with_suffix(".kvpacket")
         if not self.path or not isinstance(self.engine.store, DiskStore):
             copy_to(folder, self._packets)
         write_pointer(pointer, folder)

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from threading import Lock
+from typing import Self
 
 from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError, StoreError, StoreFullError
 from kvpacket_rag.packet import Packet, PacketSignature
@@ -139,6 +140,9 @@ class DiskStore:
     def size_bytes(self) -> int:
         """Bytes of all packet files, those set aside as damaged included."""
         return self._catalogue.totals().size_bytes
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # it is shared, by copies too
 
     def close(self) -> None:
         """Note what was used last and close the catalogue; a second call does nothing."""

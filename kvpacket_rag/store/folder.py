@@ -26,6 +26,7 @@ class StoreFolder:
     """``packets/<first 2 hex>/<packet_id>.safetensors`` and ``quarantine/<packet_id>.safetensors``."""
 
     def __init__(self, root: Path) -> None:
+        root = root.expanduser().absolute()  # the same folder wherever the process goes
         self.root = root
         self.packets = root / "packets"
         self.quarantine = root / "quarantine"

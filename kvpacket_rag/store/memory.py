@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from threading import RLock
+from typing import Self
 
 from torch import Tensor
 
@@ -134,6 +135,9 @@ class MemoryStore:
     def size_bytes(self) -> int:
         """Bytes of all stored tensors."""
         return self._size_bytes
+
+    def __deepcopy__(self, memo: dict[int, object]) -> Self:
+        return self  # it is shared, by copies too
 
     def close(self) -> None:
         """Let go of every packet."""
