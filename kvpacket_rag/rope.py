@@ -19,6 +19,8 @@ from typing import Literal
 import torch
 from torch import Tensor
 
+from kvpacket_rag import fused
+
 Layout = Literal["half", "interleaved"]
 
 
@@ -104,28 +106,30 @@ def realign(tensor: Tensor, rotation: Rotation | None, shift: int) -> Tensor:
 def realign_into(target: Tensor, source: Tensor, rotation: Rotation | None, shift: int) -> None:
     """Write ``source``, moved by ``shift`` positions, into ``target``; ``source`` is not touched.
 
-    On a CPU it works block by block along the first axis (one layer at a time), so that a block is
-    still in the processor's cache when its second half is turned; elsewhere in one piece.
+    On a CPU in one pass by the compiled loop of ``fused``, or else by torch, block by block along the first
+    axis (one layer at a time), so that a block is still in the processor's cache when its second half is
+    turned; elsewhere in one piece.
 
     Args:
         target: (layers, ..., tokens, width), any strides.
-        source: the same shape on the same device, rotated exactly once.
+        source: the same shape on the same device, rotated exactly once; its dtype may be a wider one.
         rotation: of this group, or None.
         shift: positions to move by.
     """
     if rotation is None or shift == 0:
         target.copy_(source)
         return
-    full = source.dtype in (torch.float32, torch.float64)
-    cos, sin = rotation.turn(shift, source.dtype if full else torch.float32, target.device)
+    full = source.dtype == target.dtype and source.dtype in (torch.float32, torch.float64)
+    turn = rotation.turn(shift, source.dtype if full else torch.float32, target.device)
+    for rest in (slice(0, rotation.start), slice(rotation.stop, source.shape[-1])):
+        if rest.stop > rest.start:
+            target[..., rest].copy_(source[..., rest])
+    if fused.realign_into(target, source, rotation.layout, rotation.start, turn):
+        return
     rotate = _rotate_full if full else _rotate_half
-    untouched = [slice(0, rotation.start), slice(rotation.stop, source.shape[-1])]
     blocks = zip(target, source, strict=True) if target.device.type == "cpu" else [(target, source)]
     for out, block in blocks:
-        rotate(out, block, rotation, cos, sin)
-        for rest in untouched:
-            if rest.stop > rest.start:
-                out[..., rest].copy_(block[..., rest])
+        rotate(out, block, rotation, *turn)
 
 
 def _rotate_full(out: Tensor, block: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> None:

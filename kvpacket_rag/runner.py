@@ -111,6 +111,11 @@ class ModelRunner:
         """Of the model's floating-point parameters."""
         return next(p.dtype for p in self.model.parameters() if p.is_floating_point())
 
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Sliding windows of its layers, in tokens; empty if every layer sees all that comes before."""
+        return tuple(window for window in self._windows.values() if window is not None)
+
     def forward(
         self,
         inputs: Tensor,
@@ -137,17 +142,16 @@ class ModelRunner:
         arguments["inputs_embeds" if inputs.is_floating_point() else "input_ids"] = inputs
         if positions is not None and self._takes_positions:
             arguments["position_ids"] = positions
-        if self._takes_logits_to_keep and not isinstance(wanted, str):
+        if self._takes_logits_to_keep and wanted == "last":  # by its place: behind a slice, torch copies all of lm_head
+            arguments["logits_to_keep"] = torch.tensor([inputs.shape[1] - 1], device=inputs.device)
+        elif self._takes_logits_to_keep and not isinstance(wanted, str):
             arguments["logits_to_keep"] = wanted
-        elif self._takes_logits_to_keep and wanted == "last":
-            arguments["logits_to_keep"] = 1
         with self.lock:
             output = self.model(**arguments)
         logits = output.logits
         if not isinstance(wanted, str) and not self._takes_logits_to_keep:
             logits = logits[:, wanted]
-        found = getattr(output, "cache", None)
-        return logits, found if found is not None else getattr(output, "past_key_values", None)
+        return logits, getattr(output, self._cache_name, None) if keep else None
 
     def snapshot(self, inputs: Tensor, first_position: int = 0, move_slots: bool = False) -> Snapshot:
         """Run ``inputs`` from ``first_position`` with the model's own cache, and look into it.

@@ -1,0 +1,83 @@
+"""Realignment in one pass over memory, compiled by numba: read, turn in float32, round, write.
+
+torch needs several passes, for every operation of a turn reads and writes whole blocks; the loop
+below touches each number once and so runs at the speed of a memory copy. ``rope`` asks it first
+and does the same work by torch where it does not apply: without numba, on other devices, in other
+number formats. bfloat16 is handled by its bits, the upper half of a float32's.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_MIN_BYTES_A_THREAD = 1 << 20  # below, waking a thread takes longer than the work
+
+
+def realign_into(target: Tensor, source: Tensor, layout: str, start: int, turn: tuple[Tensor, Tensor]) -> bool:
+    """Turn the rotary channels of ``source`` into ``target`` if a compiled loop fits; else do nothing.
+
+    Args:
+        target: (layers, heads, tokens, width), channels side by side, any other strides.
+        source: the same shape; not touched.
+        layout: ``"half"`` or ``"interleaved"``, as in ``rope.Rotation``.
+        start: first rotary channel.
+        turn: cosine and sine of each pair, (n,) float32.
+
+    Returns:
+        Whether it was done.
+    """
+    if not (_fits(target) and _fits(source)):
+        return False
+    loop = _loops().get(layout)
+    if loop is None:
+        return False
+    cos, sin = (part.numpy() for part in turn)
+    workers = max(1, min(torch.get_num_threads(), source.nbytes // _MIN_BYTES_A_THREAD, len(source)))
+    bounds = [len(source) * number // workers for number in range(workers + 1)]
+    jobs = [
+        functools.partial(loop, *_flat(out), *_flat(block), tuple(block.shape[:3]), start, cos, sin)
+        for out, block in ((target[lo:hi], source[lo:hi]) for lo, hi in itertools.pairwise(bounds))
+    ]
+    others = [_threads().submit(job) for job in jobs[1:]]
+    jobs[0]()
+    for other in others:
+        other.result()
+    return True
+
+
+def _fits(tensor: Tensor) -> bool:
+    known = tensor.device.type == "cpu" and tensor.dtype in (torch.float32, torch.bfloat16)
+    return known and tensor.dim() == 4 and tensor.stride(3) == 1 and tensor.numel() > 0 and not tensor.requires_grad
+
+
+def _flat(tensor: Tensor) -> tuple[Any, tuple[int, ...]]:
+    """The memory from a tensor's first number to its last, in one dimension, and the strides to find them by."""
+    length = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    line = tensor.as_strided((length,), (1,))
+    return (line.view(torch.uint16) if tensor.dtype == torch.bfloat16 else line).numpy(), tensor.stride()[:3]
+
+
+@functools.cache
+def _threads() -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(max_workers=os.cpu_count(), thread_name_prefix="kvpacket-realign")
+
+
+os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not live on in a forked process
+
+
+@functools.cache
+def _loops() -> Mapping[str, Callable[..., None]]:
+    """The compiled loops by layout; none without numba."""
+    try:
+        from kvpacket_rag.fused_loops import LOOPS
+    except ImportError:
+        return {}
+    return LOOPS

@@ -1,0 +1,82 @@
+"""The loops of ``fused``; importing them needs numba. Compiled at the first call, then kept on disk.
+
+Arrays are one-dimensional and strides are numbers, for only then does the compiler know that
+channels lie side by side and turns eight or sixteen pairs at once. For the same reason the two
+channels of a pair are written by two loops where they lie apart: fewer arrays are told apart faster.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+from numba import njit, types
+from numba.extending import overload
+
+_compiled = njit(nogil=True, cache=True, fastmath={"contract"})  # contract: one rounding for a product and its sum
+
+
+def _widen(number: Any) -> Any:
+    """A stored number as float32; an integer holds the bits of a bfloat16."""
+
+
+def _narrow(value: Any, like: Any) -> Any:
+    """A float32 as it is stored where ``like`` came from, rounded to nearest, ties to even."""
+
+
+@overload(_widen, strict=False)
+def _widen_for(number: Any) -> Callable[[Any], Any]:
+    if isinstance(number, types.Integer):
+        return lambda number: np.uint32(np.uint32(number) << np.uint32(16)).view(np.float32)
+    return lambda number: number
+
+
+@overload(_narrow, strict=False)
+def _narrow_for(value: Any, like: Any) -> Callable[[Any, Any], Any]:
+    if isinstance(like, types.Integer):
+        return _round
+    return lambda value, like: value
+
+
+def _round(value: Any, like: Any) -> Any:
+    bits = np.float32(value).view(np.uint32)
+    odd = np.uint32(np.uint32(bits >> np.uint32(16)) & np.uint32(1))
+    rounded = np.uint32(np.uint32(bits + np.uint32(np.uint32(0x7FFF) + odd)) >> np.uint32(16))
+    return np.uint16(rounded) if value == value else np.uint16(0x7FC0)  # what is no number stays none
+
+
+@_compiled
+def turn_half(target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any) -> None:
+    """Turn pairs of channels k and k + n; ``out`` and ``into`` are the strides of (layers, heads, tokens)."""
+    pairs = cos.shape[0]
+    for layer in range(shape[0]):
+        for head in range(shape[1]):
+            for token in range(shape[2]):
+                read = layer * into[0] + head * into[1] + token * into[2] + start
+                write = layer * out[0] + head * out[1] + token * out[2] + start
+                first, second = source[read : read + pairs], source[read + pairs : read + 2 * pairs]
+                one, two = target[write : write + pairs], target[write + pairs : write + 2 * pairs]
+                for k in range(pairs):
+                    one[k] = _narrow(_widen(first[k]) * cos[k] - _widen(second[k]) * sin[k], one[k])
+                for k in range(pairs):
+                    two[k] = _narrow(_widen(second[k]) * cos[k] + _widen(first[k]) * sin[k], two[k])
+
+
+@_compiled
+def turn_interleaved(target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any) -> None:
+    """Turn pairs of channels 2k and 2k + 1; arguments as of :func:`turn_half`."""
+    pairs = cos.shape[0]
+    for layer in range(shape[0]):
+        for head in range(shape[1]):
+            for token in range(shape[2]):
+                read = layer * into[0] + head * into[1] + token * into[2] + start
+                write = layer * out[0] + head * out[1] + token * out[2] + start
+                before, after = source[read : read + 2 * pairs], target[write : write + 2 * pairs]
+                for k in range(pairs):
+                    first, second = _widen(before[2 * k]), _widen(before[2 * k + 1])
+                    after[2 * k] = _narrow(first * cos[k] - second * sin[k], after[0])
+                    after[2 * k + 1] = _narrow(second * cos[k] + first * sin[k], after[0])
+
+
+LOOPS: dict[str, Callable[..., None]] = {"half": turn_half, "interleaved": turn_interleaved}

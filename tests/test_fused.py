@@ -1,0 +1,81 @@
+"""The compiled realignment against the same work done by torch."""
+
+from __future__ import annotations
+
+import sys
+
+import pytest
+import torch
+from torch import Tensor
+
+from kvpacket_rag import fused
+from kvpacket_rag.rope import Layout, Rotation, realign, realign_into
+
+pytest.importorskip("numba")
+
+FREQUENCIES = tuple(10000 ** (-k / 9) for k in range(9))
+
+
+def by_torch(source: Tensor, rotation: Rotation, shift: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
+    with monkeypatch.context() as patch:
+        patch.setattr(fused, "realign_into", lambda *_: False)
+        return realign(source, rotation, shift)
+
+
+@pytest.mark.parametrize("layout", ["half", "interleaved"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_loop_agrees_with_torch_to_the_last_rounding(layout: Layout, dtype: torch.dtype, monkeypatch):
+    rotation = Rotation(layout, 2, FREQUENCIES)
+    source = torch.randn(3, 2, 17, 23, generator=torch.Generator().manual_seed(1)).to(dtype)
+    buffer = torch.zeros(3, 1, 2, 40, 23, dtype=dtype)
+    target = buffer[:, 0, :, 9:26]
+    assert fused.realign_into(target, source, layout, 2, rotation.turn(501, torch.float32, torch.device("cpu")))
+    expected = by_torch(source, rotation, 501, monkeypatch)
+    tolerance = {torch.float32: 2e-7, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(target[..., 2:20], expected[..., 2:20], rtol=tolerance, atol=tolerance)
+
+
+def test_every_bfloat16_survives_a_turn_by_nothing():
+    """All 65,536 bit patterns, infinities among them; what is no number stays none."""
+    source = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(1, 1, -1, 2)
+    target, still = torch.zeros_like(source), (torch.ones(1), torch.zeros(1))
+    finite = source.isfinite().all(-1)
+    assert fused.realign_into(target, source, "half", 0, still)
+    assert torch.equal(target[finite], source[finite])
+    assert torch.equal(target.isnan()[source.isnan()], source.isnan()[source.isnan()])
+
+
+def test_bfloat16_is_rounded_to_nearest_with_ties_to_even():
+    """Against torch's own cast, where the products are exact in float32."""
+    source = torch.randn(1, 1, 4096, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
+    target, factor = torch.zeros_like(source), 1.00390625
+    assert fused.realign_into(target, source, "half", 0, (torch.tensor([factor]), torch.zeros(1)))
+    assert torch.equal(target, (source.float() * factor).bfloat16())
+
+
+def test_several_threads_write_what_one_writes(monkeypatch):
+    rotation, source = Rotation("half", 0, FREQUENCIES), torch.randn(5, 2, 11, 18)
+    alone = realign(source, rotation, 60)
+    monkeypatch.setattr(fused, "_MIN_BYTES_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assert torch.equal(realign(source, rotation, 60), alone)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_other_formats_are_left_to_torch(dtype: torch.dtype):
+    source = torch.randn(1, 1, 3, 18).to(dtype)
+    target = torch.zeros_like(source)
+    turn = Rotation("half", 0, FREQUENCIES).turn(5, torch.float32, torch.device("cpu"))
+    assert not fused.realign_into(target, source, "half", 0, turn)
+    assert not target.any()
+
+
+def test_without_the_compiler_torch_does_the_work(monkeypatch):
+    rotation, source = Rotation("half", 0, FREQUENCIES), torch.randn(2, 2, 6, 18)
+    compiled = realign(source, rotation, 9)
+    fused._loops.cache_clear()
+    monkeypatch.setitem(sys.modules, "kvpacket_rag.fused_loops", None)
+    target = torch.zeros_like(source)
+    realign_into(target, source, rotation, 9)
+    fused._loops.cache_clear()
+    torch.testing.assert_close(target, compiled, rtol=1e-6, atol=1e-6)
