@@ -14,9 +14,8 @@ import pytest
 from conftest import CHUNKS
 from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
-from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.schema import Document, NodeRelationship, RelatedNodeInfo, TextNode
-from llama_index_kvpacket import KVPacketLLM, KVPacketVectorStore
+from llama_index_kvpacket import KVPacketVectorStore
 
 DIM = 64
 QUESTION = "Who signed the lease of the harbour office?"
@@ -70,21 +69,6 @@ def index_of(store: KVPacketVectorStore, given: Sequence[TextNode]) -> VectorSto
     """An index over nodes."""
     context = StorageContext.from_defaults(vector_store=store)
     return VectorStoreIndex(list(given), storage_context=context, embed_model=WordEmbedding())
-
-
-class WatchedLLM(KVPacketLLM):
-    """Keeps the usage of every call; callbacks would be lost, for query engines put their own in their place."""
-
-    _seen: list[dict[str, Any]] = PrivateAttr(default_factory=list)  # shared with hinted copies
-
-    @property
-    def usages(self) -> list[dict[str, Any]]:
-        """What each call used, in order."""
-        return self._seen
-
-    def note(self, usage: dict[str, Any]) -> None:
-        self._seen.append(usage)
-        super().note(usage)
 
 
 @dataclass(frozen=True)

@@ -49,7 +49,8 @@ async def test_every_method_gives_the_engines_answer_and_usage(llm: KVPacketLLM,
     usage = last.raw["usage"]
     assert text_of(last) == expected.text and last.raw["finish_reason"] == expected.finish_reason
     assert usage["chunks_reused"] == 2 and usage["misses"] == [] and usage == llm.last_usage
-    assert usage["prompt_tokens"] == expected.usage.prompt_tokens == usage["packet_tokens"] + usage["prefilled_tokens"]
+    parts = [usage[name] for name in ("packet_tokens", "preamble_tokens", "prefilled_tokens")]
+    assert usage["prompt_tokens"] == expected.usage.prompt_tokens == sum(parts)
     assert usage["total_tokens"] == usage["prompt_tokens"] + len(expected.token_ids)
 
 

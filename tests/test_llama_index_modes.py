@@ -19,7 +19,7 @@ from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.tools import QueryEngineTool, RetrieverTool
 from llama_index_kvpacket import BoundaryPromptHelper, KVPacketLLM, KVPacketSynthesizer, KVPacketVectorStore
 from llama_index_kvpacket.retrieved import RETRIEVED
-from llama_index_samples import CHUNK_KINDS, QUESTION, ChunkKind, WatchedLLM, index_of, no_stray_loop  # noqa: F401
+from llama_index_samples import CHUNK_KINDS, QUESTION, ChunkKind, index_of, no_stray_loop  # noqa: F401
 
 from kvpacket_rag import KVPacketEngine
 
@@ -45,7 +45,7 @@ class OneQuestion(BaseQuestionGenerator):
         return self.generate(tools, query)
 
 
-class ScriptedAgent(WatchedLLM):
+class ScriptedAgent(KVPacketLLM):
     """Reads every prompt of an agent, but says what an able model would: call the tool, then answer."""
 
     async def _script(self, messages: Any) -> ChatResponse:
@@ -122,7 +122,7 @@ def sub_questions(llm: KVPacketLLM, index: VectorStoreIndex, way: str) -> Any:
     return ask(made, "query", way)
 
 
-async def agent(llm: WatchedLLM, index: VectorStoreIndex, way: str) -> str:
+async def agent(llm: KVPacketLLM, index: VectorStoreIndex, way: str) -> str:
     tool = RetrieverTool.from_defaults(index.as_retriever(), name="library", description="Leases.")
     scripted = ScriptedAgent(engine=llm.engine, max_new_tokens=1, encode_retrieved=False)
     answer = str(await ReActAgent(tools=[tool], llm=scripted, streaming="streamed" in way).run(QUESTION))
@@ -149,8 +149,8 @@ CASES = [
 
 
 @pytest.fixture
-def llm(engine: KVPacketEngine) -> WatchedLLM:
-    return WatchedLLM(engine=engine, max_new_tokens=1, encode_retrieved=False)
+def llm(engine: KVPacketEngine) -> KVPacketLLM:
+    return KVPacketLLM(engine=engine, max_new_tokens=1, encode_retrieved=False)
 
 
 @pytest.fixture(autouse=True)
@@ -166,12 +166,12 @@ def tell(title: str, kinds: list[ChunkKind], results: list[str]) -> None:
     print(f"\n{title:45} {with_kinds}")
 
 
-async def outcome(run: Ask, llm: WatchedLLM, kind: ChunkKind, way: str) -> tuple[str, list[Any]]:
+async def outcome(run: Ask, llm: KVPacketLLM, kind: ChunkKind, way: str) -> tuple[str, list[Any]]:
     """How many of the chunks came from packets, all calls together, and the misses."""
     store = KVPacketVectorStore(llm.engine)
     index = index_of(store, kind.nodes())
     llm.usages.clear()
-    RETRIEVED._nodes.clear()
+    RETRIEVED.clear()
     await run(llm, index, way)
     store.clear()
     reused = sum(usage["chunks_reused"] for usage in llm.usages)
@@ -179,7 +179,7 @@ async def outcome(run: Ask, llm: WatchedLLM, kind: ChunkKind, way: str) -> tuple
 
 
 @pytest.mark.parametrize(("scene", "way"), CASES)
-async def test_every_chunk_is_reused_in_every_mode(llm: WatchedLLM, scene: str, way: str):
+async def test_every_chunk_is_reused_in_every_mode(llm: KVPacketLLM, scene: str, way: str):
     kinds = CHUNK_KINDS if way == "sync" or ("agent" in scene and way == "async") else HARD
     found = [await outcome(SCENES[scene], llm, kind, way) for kind in kinds]
     tell(f"{scene}, {way}", kinds, [result for result, _ in found])
@@ -187,7 +187,7 @@ async def test_every_chunk_is_reused_in_every_mode(llm: WatchedLLM, scene: str, 
 
 
 @pytest.mark.parametrize("way", WAYS)
-async def test_llama_indexs_own_simple_summarize_tells_of_the_chunks_it_escapes(llm: WatchedLLM, way: str):
+async def test_llama_indexs_own_simple_summarize_tells_of_the_chunks_it_escapes(llm: KVPacketLLM, way: str):
     found = [await outcome(mode("simple_summarize"), llm, kind, way) for kind in CHUNK_KINDS]
     tell(f"simple_summarize, {way}", CHUNK_KINDS, [result for result, _ in found])
     escaped = {"multi-line", "CRLF and lone CR", "quotes, backslashes", "unicode", "byte order mark at an edge"}
@@ -197,7 +197,7 @@ async def test_llama_indexs_own_simple_summarize_tells_of_the_chunks_it_escapes(
             assert result == "0 of 2" and all("escaped" in miss["reason"] for miss in misses) and len(misses) == 2
 
 
-async def test_with_the_prompt_helper_simple_summarize_shows_texts_as_they_are(llm: WatchedLLM):
+async def test_with_the_prompt_helper_simple_summarize_shows_texts_as_they_are(llm: KVPacketLLM):
     Settings.prompt_helper = BoundaryPromptHelper.from_llm(llm)
     found = [await outcome(mode("simple_summarize"), llm, kind, "sync") for kind in CHUNK_KINDS]
     tell("simple_summarize, prompt helper", CHUNK_KINDS, [result for result, _ in found])

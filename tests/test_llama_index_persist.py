@@ -149,6 +149,21 @@ def test_a_folder_is_the_same_from_everywhere(store: KVPacketVectorStore, tmp_pa
     packets.close()
 
 
+def test_a_relative_folder_stays_the_same_when_the_process_moves_on(
+    backbone: Backbone, tmp_path: Path, monkeypatch: Any
+):
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path)
+    store = KVPacketVectorStore(KVPacketEngine(backbone, DiskStore("library")), "library")
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    store.add(nodes(CHUNKS[:2]))
+    store.persist(str(tmp_path / NAME))
+    again = KVPacketVectorStore.from_persist_dir(
+        str(tmp_path), engine=KVPacketEngine(backbone, DiskStore("../library"))
+    )
+    assert texts(again) == sorted(CHUNKS[:2]) and not list((tmp_path / "elsewhere").iterdir())
+
+
 def test_deleting_the_empty_document_deletes_nothing(store: KVPacketVectorStore):
     store.add([node("alone", CHUNKS[2])])
     store.delete("")

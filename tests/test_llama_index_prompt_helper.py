@@ -14,10 +14,10 @@ from llama_index.core.llms import MockLLM
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.prompts import PromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_REFINE_PROMPT_SEL, DEFAULT_TEXT_QA_PROMPT_SEL
-from llama_index_kvpacket import BoundaryPromptHelper, KVPacketSynthesizer, KVPacketVectorStore
+from llama_index_kvpacket import BoundaryPromptHelper, KVPacketLLM, KVPacketSynthesizer, KVPacketVectorStore
 from llama_index_kvpacket.prompt_helper import Packed, prompt_tokens
 from llama_index_kvpacket.retrieved import RETRIEVED
-from llama_index_samples import QUESTION, WatchedLLM, index_of, no_stray_loop, node  # noqa: F401
+from llama_index_samples import QUESTION, index_of, no_stray_loop, node  # noqa: F401
 
 from kvpacket_rag import Backbone, ContextTooLongError, KVPacketEngine, KVPacketError, Message
 
@@ -30,7 +30,7 @@ QA = PromptTemplate("{context_str}\nAnswer: {query_str}").partial_format(query_s
 def _settings() -> Any:
     yield
     Settings._prompt_helper = None
-    RETRIEVED._nodes.clear()
+    RETRIEVED.clear()
 
 
 @pytest.fixture(scope="module")
@@ -55,11 +55,11 @@ def long_chunk(engine: KVPacketEngine, number: int) -> str:
 
 
 @pytest.fixture
-def llm(engine: KVPacketEngine) -> WatchedLLM:
-    return WatchedLLM(engine=engine, max_new_tokens=ANSWER)
+def llm(engine: KVPacketEngine) -> KVPacketLLM:
+    return KVPacketLLM(engine=engine, max_new_tokens=ANSWER)
 
 
-def positions(llm: WatchedLLM, usage: dict[str, Any]) -> int:
+def positions(llm: KVPacketLLM, usage: dict[str, Any]) -> int:
     soft = llm.engine.encoder.adapter.stored_tokens * usage["chunks_reused"]
     return usage["prompt_tokens"] + soft + llm.max_new_tokens
 
@@ -70,7 +70,7 @@ def test_all_eight_chunks_stay_whole_in_every_mode_and_window(
     library: tuple[KVPacketEngine, VectorStoreIndex], mode: str, window: int
 ):
     engine, index = library
-    llm = WatchedLLM(engine=engine, context_window=window, max_new_tokens=ANSWER)
+    llm = KVPacketLLM(engine=engine, context_window=window, max_new_tokens=ANSWER)
     Settings.prompt_helper = BoundaryPromptHelper.from_llm(llm)
     index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=8).query(QUESTION)
     print(f"\n{mode:20} window {window}: {sum(u['chunks_reused'] for u in llm.usages)}/8 in {len(llm.usages)} calls")
@@ -81,7 +81,7 @@ def test_all_eight_chunks_stay_whole_in_every_mode_and_window(
 @pytest.mark.parametrize("window", [8000, 3000, 1500])
 def test_in_chat_engines_too(library: tuple[KVPacketEngine, VectorStoreIndex], window: int):
     engine, index = library
-    llm = WatchedLLM(engine=engine, context_window=window, max_new_tokens=ANSWER)
+    llm = KVPacketLLM(engine=engine, context_window=window, max_new_tokens=ANSWER)
     Settings.prompt_helper = BoundaryPromptHelper.from_llm(llm)
     memory = ChatMemoryBuffer.from_defaults(llm=llm)
     chat = index.as_chat_engine(chat_mode="condense_plus_context", llm=llm, memory=memory, similarity_top_k=8)
@@ -93,7 +93,7 @@ def test_in_chat_engines_too(library: tuple[KVPacketEngine, VectorStoreIndex], w
 @pytest.mark.parametrize("mode", ["compact", "tree_summarize", "compact_accumulate"])
 def test_without_it_chunks_are_cut_and_that_is_told(library: tuple[KVPacketEngine, VectorStoreIndex], mode: str):
     engine, index = library
-    llm = WatchedLLM(engine=engine, context_window=1500, max_new_tokens=ANSWER)
+    llm = KVPacketLLM(engine=engine, context_window=1500, max_new_tokens=ANSWER)
     Settings._prompt_helper, before = None, Settings.tokenizer
     Settings.tokenizer = llm.token_ids
     index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=8).query(QUESTION)
@@ -107,7 +107,7 @@ def test_without_it_chunks_are_cut_and_that_is_told(library: tuple[KVPacketEngin
 def test_soft_tokens_are_counted(backbone: Backbone, soft_engine: KVPacketEngine, mode: str):
     chunks = [f"{one} {other}" for one in CHUNKS for other in CHUNKS]
     soft_engine.encode(chunks)
-    llm = WatchedLLM(engine=soft_engine, context_window=900, max_new_tokens=ANSWER)
+    llm = KVPacketLLM(engine=soft_engine, context_window=900, max_new_tokens=ANSWER)
     Settings.prompt_helper = BoundaryPromptHelper.from_llm(llm)
     index = index_of(KVPacketVectorStore(soft_engine), [node(f"n{i}", text) for i, text in enumerate(chunks)])
     index.as_query_engine(llm=llm, response_mode=mode, similarity_top_k=16).query(QUESTION)
@@ -115,7 +115,7 @@ def test_soft_tokens_are_counted(backbone: Backbone, soft_engine: KVPacketEngine
     assert max(positions(llm, usage) for usage in llm.usages) <= 900
 
 
-def test_an_empty_prompt_counts_what_the_model_would_read(llm: WatchedLLM, monkeypatch: pytest.MonkeyPatch):
+def test_an_empty_prompt_counts_what_the_model_would_read(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
     llm.system_prompt = "Be brief."
     prompt = DEFAULT_TEXT_QA_PROMPT_SEL.partial_format(query_str=QUESTION)
     messages = prompt.select(llm).format_messages(context_str="", query_str=QUESTION)
@@ -125,12 +125,12 @@ def test_an_empty_prompt_counts_what_the_model_would_read(llm: WatchedLLM, monke
     assert prompt_tokens(llm, QA) == llm.engine.count_tokens(f"Be brief.\n\n\nAnswer: {QUESTION}")
 
 
-def packed(llm: WatchedLLM, texts: Sequence[str], room: int, padding: int = 5) -> list[str]:
+def packed(llm: KVPacketLLM, texts: Sequence[str], room: int, padding: int = 5) -> list[str]:
     helper = BoundaryPromptHelper.from_llm(llm, chunk_size_limit=room)
     return helper.repack(QA, texts, padding=padding, llm=llm)
 
 
-def test_texts_are_packed_as_they_are_and_packed_ones_come_apart_at_their_borders(llm: WatchedLLM):
+def test_texts_are_packed_as_they_are_and_packed_ones_come_apart_at_their_borders(llm: KVPacketLLM):
     chunks = [f" {CHUNKS[0]}\n", CHUNKS[1], "  \n", CHUNKS[2]]
     (whole,) = packed(llm, chunks, 500)
     assert whole == f" {CHUNKS[0]}\n\n\n{CHUNKS[1]}\n\n{CHUNKS[2]}"
@@ -139,7 +139,9 @@ def test_texts_are_packed_as_they_are_and_packed_ones_come_apart_at_their_border
     assert isinstance(whole, Packed) and packed(llm, [" "], 60) == [""] == packed(llm, [], 60)
 
 
-def test_only_a_chunk_that_fits_nowhere_is_cut_and_that_is_warned_of(llm: WatchedLLM, caplog: pytest.LogCaptureFixture):
+def test_only_a_chunk_that_fits_nowhere_is_cut_and_that_is_warned_of(
+    llm: KVPacketLLM, caplog: pytest.LogCaptureFixture
+):
     chunk = " ".join(CHUNKS)
     pieces = packed(llm, [CHUNKS[1], chunk, CHUNKS[2]], 60)
     assert pieces[0] == CHUNKS[1] and pieces[-1] == CHUNKS[2] and len(pieces) > 3
@@ -148,12 +150,12 @@ def test_only_a_chunk_that_fits_nowhere_is_cut_and_that_is_warned_of(llm: Watche
     assert f"a chunk of {llm.engine.count_tokens(chunk)} tokens is cut" in caplog.text
 
 
-def test_a_chunk_that_fits_only_beside_a_short_answer_stays_whole(llm: WatchedLLM):
+def test_a_chunk_that_fits_only_beside_a_short_answer_stays_whole(llm: KVPacketLLM):
     size = llm.engine.count_tokens(CHUNKS[1]) + 4
     assert packed(llm, [CHUNKS[1], CHUNKS[1]], size - 6, padding=500) == [CHUNKS[1]] * 2
 
 
-def test_text_for_one_prompt_is_cut_at_its_end_and_shown_as_text(llm: WatchedLLM):
+def test_text_for_one_prompt_is_cut_at_its_end_and_shown_as_text(llm: KVPacketLLM):
     helper = BoundaryPromptHelper.from_llm(llm, chunk_size_limit=60)
     (short,) = helper.truncate(QA, [f"\n{CHUNKS[1]} "], llm=llm)
     assert short == f"\n{CHUNKS[1]} "
@@ -164,14 +166,14 @@ def test_text_for_one_prompt_is_cut_at_its_end_and_shown_as_text(llm: WatchedLLM
 
 @pytest.mark.parametrize("template", [DEFAULT_TEXT_QA_PROMPT_SEL, DEFAULT_REFINE_PROMPT_SEL])
 def test_a_prompt_that_leaves_no_room_says_what_to_do(engine: KVPacketEngine, template: Any):
-    llm = WatchedLLM(engine=engine, context_window=300, max_new_tokens=200)
+    llm = KVPacketLLM(engine=engine, context_window=300, max_new_tokens=200)
     helper = BoundaryPromptHelper.from_llm(llm)
     with pytest.raises(ContextTooLongError, match=r"the answer may take 200.*window of 300; shorten"):
         helper.repack(template.partial_format(query_str=QUESTION), CHUNKS, llm=llm)
 
 
 def test_a_chat_history_that_fills_the_window_says_what_to_do(engine: KVPacketEngine):
-    llm = WatchedLLM(engine=engine, context_window=800, max_new_tokens=ANSWER)
+    llm = KVPacketLLM(engine=engine, context_window=800, max_new_tokens=ANSWER)
     Settings.prompt_helper = BoundaryPromptHelper.from_llm(llm)
     history = [ChatMessage(role=role, content="word " * 60) for role in ("user", "assistant") * 4]
     memory = ChatMemoryBuffer.from_defaults(chat_history=history, token_limit=10_000)
@@ -184,7 +186,7 @@ def test_many_retrieved_chunks_in_a_small_window_are_all_read_or_told_of(
     engine: KVPacketEngine, caplog: pytest.LogCaptureFixture
 ):
     chunks = [f"Note {i}: {CHUNKS[i % 4]}" for i in range(50)]
-    llm = WatchedLLM(engine=engine, context_window=700, max_new_tokens=4)
+    llm = KVPacketLLM(engine=engine, context_window=700, max_new_tokens=4)
     index = index_of(KVPacketVectorStore(engine), [node(f"n{i}", text) for i, text in enumerate(chunks)])
     for mode in ("compact", "simple_summarize"):
         llm.usages.clear()
@@ -195,7 +197,7 @@ def test_many_retrieved_chunks_in_a_small_window_are_all_read_or_told_of(
         assert (reused == 50) == (mode == "compact")
 
 
-def test_for_a_structured_model_its_schema_is_counted(llm: WatchedLLM):
+def test_for_a_structured_model_its_schema_is_counted(llm: KVPacketLLM):
     class Lease(BaseModel):
         signed_by: str
 
@@ -204,7 +206,7 @@ def test_for_a_structured_model_its_schema_is_counted(llm: WatchedLLM):
     assert helper._get_available_chunk_size(QA, llm=llm.as_structured_llm(Lease)) < plain - 20
 
 
-def test_another_model_is_refused_and_left_to_llama_indexs_own_counting(llm: WatchedLLM):
+def test_another_model_is_refused_and_left_to_llama_indexs_own_counting(llm: KVPacketLLM):
     with pytest.raises(KVPacketError, match="needs a KVPacketLLM, and got a MockLLM"):
         BoundaryPromptHelper.from_llm(MockLLM())
     own = BoundaryPromptHelper.from_llm(llm)

@@ -11,17 +11,18 @@ from llama_index.core import VectorStoreIndex
 from llama_index.core.postprocessor import MetadataReplacementPostProcessor
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_kvpacket import KVPacketLLM, retrieved
-from llama_index_kvpacket.retrieved import CUT, ENCODED_NOW, ESCAPED, NOT_ENCODED, RETRIEVED
-from llama_index_samples import QUESTION, WatchedLLM, WordEmbedding, no_stray_loop, node  # noqa: F401
+from llama_index_kvpacket.retrieved import ADVICE, ESCAPED, RETRIEVED
+from llama_index_samples import QUESTION, WordEmbedding, no_stray_loop, node  # noqa: F401
 
-from kvpacket_rag import DiskStore, KVPacketEngine, PacketMissError, StoreFullError
+from kvpacket_rag import Backbone, DiskStore, KVPacketEngine, MemoryStore, PacketMissError, StoreFullError, learner
+from kvpacket_rag.learner import ENCODED_NOW
 
 TEXT = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
 
 
 @pytest.fixture(autouse=True)
 def _nothing_retrieved() -> None:
-    RETRIEVED._nodes.clear()
+    RETRIEVED.clear()
 
 
 @pytest.fixture
@@ -64,7 +65,7 @@ async def test_an_async_stream_encodes_them_too(llm: KVPacketLLM):
 def test_the_time_to_encode_them_is_part_of_the_time_to_the_first_token(
     llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(llm.learner, "prepare", lambda texts, encode: retrieved.Prepared(seconds=100.0))
+    monkeypatch.setattr(llm.learner, "prepare", lambda *_, encode: learner.Prepared(seconds=100.0))
     timings = llm.complete(TEXT).raw["timings"]
     assert 100 < timings["load_seconds"] < timings["ttft_seconds"] < timings["total_seconds"] < 150
 
@@ -79,7 +80,7 @@ def test_nothing_is_encoded_where_packets_are_not_wanted(llm: KVPacketLLM, field
     retrieve(*CHUNKS[:2])
     usage = KVPacketLLM(engine=llm.engine, **fields).complete(TEXT, max_tokens=2).raw["usage"]
     assert len(llm.engine.store) == 0 and usage["packet_tokens"] == 0
-    assert reasons(usage) == ([NOT_ENCODED] * 2 if "encode_retrieved" in fields else [])
+    assert reasons(usage) == ([ADVICE.not_encoded] * 2 if "encode_retrieved" in fields else [])
 
 
 def test_text_that_a_post_processor_put_in_place_of_a_sentence_is_encoded(llm: KVPacketLLM):
@@ -100,10 +101,10 @@ def test_a_chunk_that_is_part_of_a_longer_one_is_no_chunk_of_its_own(llm: KVPack
 
 
 def test_a_store_that_is_full_is_a_miss_and_no_failure(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
-    def full(*args: Any) -> None:
+    def full(*args: Any, **kwargs: Any) -> None:
         raise StoreFullError("no room")
 
-    monkeypatch.setattr(llm.engine, "encode", full)
+    monkeypatch.setattr(llm.engine.store, "put", full)
     retrieve(*CHUNKS[:2])
     usage = llm.complete(TEXT).raw["usage"]
     assert reasons(usage) == ["no room"] * 2 and usage["packet_tokens"] == 0
@@ -111,7 +112,7 @@ def test_a_store_that_is_full_is_a_miss_and_no_failure(llm: KVPacketLLM, monkeyp
 
 def test_in_memory_the_oldest_packets_of_retrieved_chunks_make_room(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
     for number, chunk in enumerate(CHUNKS):
-        monkeypatch.setattr(retrieved, "_KEPT_BYTES", 0 if number == 3 else 2**40)
+        monkeypatch.setattr(learner, "_KEPT_BYTES", 0 if number == 3 else 2**40)
         retrieve(chunk)
         llm.complete(f"{chunk}\n{QUESTION}")
         if number == 1:
@@ -130,10 +131,15 @@ def test_on_disk_nothing_is_kept_that_would_outlive_its_document(llm: KVPacketLL
 
 @pytest.mark.parametrize(
     ("shown", "reason"),
-    [(CHUNKS[0][:70] + "\n\n", CUT), ("... " + CHUNKS[1][-70:], CUT), (repr([f"{CHUNKS[2]}\n'{CHUNKS[3]}'"]), ESCAPED)],
+    [
+        (CHUNKS[0][:70] + "\n\n", ADVICE.cut),
+        ("... " + CHUNKS[1][-70:], ADVICE.cut),
+        (repr([f"{CHUNKS[2]}\n'{CHUNKS[3]}'"]), ESCAPED),
+        (repr([f"title: \"Doors\"\n\n{CHUNKS[2]}\n'{CHUNKS[3]}'"]), ESCAPED),
+    ],
 )
 def test_a_retrieved_chunk_that_a_prompt_holds_in_another_form_is_told_of(llm: KVPacketLLM, shown: str, reason: str):
-    chunk = f"{CHUNKS[0]} {CHUNKS[1]}" if reason == CUT else f"{CHUNKS[2]}\n'{CHUNKS[3]}'"
+    chunk = f"{CHUNKS[0]} {CHUNKS[1]}" if reason == ADVICE.cut else f"{CHUNKS[2]}\n'{CHUNKS[3]}'"
     (packet,) = llm.engine.encode([chunk])
     retrieve(chunk, CHUNKS[3][:30])
     usage = llm.complete(f"Context: {shown}\n{QUESTION}").raw["usage"]
@@ -172,7 +178,7 @@ def test_with_hints_alone_wanted_and_none_given_what_was_retrieved_counts(llm: K
 
 
 def test_a_hinted_copy_shares_everything_but_its_hints(engine: KVPacketEngine):
-    llm = WatchedLLM(engine=engine, max_new_tokens=4)
+    llm = KVPacketLLM(engine=engine, max_new_tokens=4)
     (first,) = engine.encode(CHUNKS[:1])
     copy = llm.hinted([first, first])
     assert copy.hints == (first,) and llm.hints == () and copy.engine is engine
@@ -186,10 +192,93 @@ def test_a_model_listens_to_retrievers_once_however_many_there_are(llm: KVPacket
     assert retrieved.get_dispatcher().event_handlers == before and before.count(RETRIEVED) == 1
 
 
+def found(*texts: str) -> None:
+    """What one retriever found, however much."""
+    hits = [NodeWithScore(node=TextNode(text=text)) for text in texts]
+    RETRIEVED.handle(retrieved.RetrievalEndEvent(str_or_query_bundle="q", nodes=hits))
+
+
 def test_only_so_many_retrieved_nodes_are_remembered():
-    for number in range(400):
-        event = retrieved.RetrievalEndEvent(
-            str_or_query_bundle="q", nodes=[NodeWithScore(node=TextNode(text=f"chunk {number}"))]
-        )
-        RETRIEVED.handle(event)
-    assert sorted(RETRIEVED.texts()) == sorted(f"chunk {number}" for number in range(144, 400))
+    for number in range(1500):
+        found(f"chunk {number}")
+    assert RETRIEVED.texts() == [f"chunk {number}" for number in range(1500 - 1024, 1500)]
+
+
+def test_what_was_retrieved_at_once_is_remembered_whole(llm: KVPacketLLM):
+    found(*CHUNKS[:2], *(f"Note {number} of very many, of which the prompt holds none." for number in range(1500)))
+    assert reasons(llm.complete(TEXT).raw["usage"]) == [ENCODED_NOW] * 2
+    assert llm.complete(TEXT).raw["usage"]["chunks_reused"] == 2
+
+
+def capped(backbone: Backbone, num_packets: int) -> KVPacketLLM:
+    """Over a store that has room for so many of the chunks' packets."""
+    probe = KVPacketEngine(backbone)
+    probe.encode(CHUNKS)
+    chunks = list(probe.store.known(probe.signature))
+    sizes = sorted(probe.store.get(chunk.packet_id, probe.signature).size_bytes for chunk in chunks)
+    store = MemoryStore(max_bytes=sum(sizes[-num_packets:]))
+    return KVPacketLLM(engine=KVPacketEngine(backbone, store, min_match_tokens=4), max_new_tokens=2)
+
+
+def test_a_capped_store_tells_of_every_retrieved_chunk_that_it_has_no_packet_of(backbone: Backbone):
+    llm = capped(backbone, 2)
+    prompt = "\n\n".join([*CHUNKS, QUESTION])
+    retrieve(*CHUNKS)
+    for _ in range(3):
+        usage = llm.complete(prompt).raw["usage"]
+        assert usage["chunks_reused"] + len(usage["misses"]) == 4 and usage["prefilled_tokens"] > 0
+        assert usage["packet_tokens"] >= 0 and usage["chunks_reused"] >= 0
+    assert usage["chunks_reused"] == 2 and all("raise max_bytes" in reason for reason in reasons(usage))
+
+
+def test_a_packet_that_goes_before_the_prompt_is_read_is_a_miss(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
+    retrieve(*CHUNKS[:2])
+    llm.complete(TEXT)
+    prepare = llm.learner.prepare
+
+    def then_evict(*given: Any, **options: Any) -> Any:
+        prepared = prepare(*given, **options)
+        llm.engine.store.delete(llm.engine.encoder.identify(CHUNKS[0])[0])
+        return prepared
+
+    monkeypatch.setattr(llm.learner, "prepare", then_evict)
+    usage = llm.complete(TEXT).raw["usage"]
+    assert usage["chunks_reused"] == 1 and reasons(usage) == ["the store knows no such chunk"]
+
+
+def test_counts_hold_where_a_longer_chunk_covers_retrieved_ones(llm: KVPacketLLM):
+    longer = f"{CHUNKS[0]} {CHUNKS[1]}"
+    llm.engine.encode([longer])
+    retrieve(*CHUNKS[:2])
+    usage = llm.complete(f"{longer}\n\n{QUESTION}").raw["usage"]
+    assert usage["chunks_reused"] == 1 and usage["misses"] == [] and len(llm.engine.store) == 1
+    assert usage["packet_tokens"] == llm.engine.count_tokens(longer)
+    assert usage["prompt_tokens"] == sum(usage[f"{kind}_tokens"] for kind in ("packet", "preamble", "prefilled"))
+
+
+def test_a_chunk_too_short_to_be_looked_for_is_text_and_no_miss(backbone: Backbone):
+    llm = KVPacketLLM(engine=KVPacketEngine(backbone), max_new_tokens=2)
+    retrieve("Yes, in May.", CHUNKS[1])
+    usages = [llm.complete(f"Yes, in May.\n\n{CHUNKS[1]}\n\n{QUESTION}").raw["usage"] for _ in range(2)]
+    assert [usage["chunks_reused"] for usage in usages] == [0, 1] and len(llm.engine.store) == 1
+    assert reasons(usages[0]) == [ENCODED_NOW] and usages[1]["misses"] == []
+
+
+def test_where_nothing_could_be_reused_that_is_told_once(
+    llm: KVPacketLLM, tmp_path: Any, caplog: pytest.LogCaptureFixture
+):
+    retrieve(*CHUNKS[:2])
+    on_disk = KVPacketLLM(engine=KVPacketEngine(llm.engine.backbone, DiskStore(tmp_path), min_match_tokens=4))
+    for asked in (llm, on_disk, on_disk, on_disk.hinted([])):
+        asked.complete(TEXT, max_tokens=1)
+    told = [record.message for record in caplog.records if record.levelno == logging.WARNING]
+    assert len(told) == 1 and "no chunk of a prompt was reused; it was retrieved and has no packet" in told[0]
+
+
+def test_the_usage_of_every_call_of_an_answer_is_kept(llm: KVPacketLLM):
+    llm.engine.encode(CHUNKS)
+    plain_index(CHUNKS).as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine").query(QUESTION)
+    assert [usage["chunks_reused"] for usage in llm.usages] == [1, 1, 1] and llm.usages[-1] == llm.last_usage
+    for _ in range(1100):
+        llm.note({})
+    assert len(llm.usages) == 1000

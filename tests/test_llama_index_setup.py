@@ -13,7 +13,7 @@ import torch
 from conftest import CHUNKS
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.prompts import PromptTemplate
-from llama_index_kvpacket import KVPacketLLM
+from llama_index_kvpacket import KVPacketLLM, KVPacketVectorStore
 
 from kvpacket_rag import Backbone, GenerationSettings, KVPacketEngine, KVPacketError, PromptError
 
@@ -66,8 +66,10 @@ def test_arguments_that_cannot_have_effect_are_refused_at_once(
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"model_kwargs": {"quantization_config": 1}}, "'quantization_config', which .* load it yourself"),
-        ({"tokenizer_kwargs": {"revision": "main"}}, "tokenizer_kwargs holds 'revision'"),
+        ({"model_kwargs": {"quantization_config": 1}}, "'quantization_config', which .* load .* yourself"),
+        ({"model_kwargs": {"attn_implementation": "flash_attention_2"}}, "use 'sdpa' or 'eager'"),
+        ({"model_kwargs": {"device_map": "cuda"}, "device_map": "cpu"}, "device_map is 'cpu' and 'cuda' at once"),
+        ({"tokenizer_kwargs": {"add_bos_token": True}}, "tokenizer_kwargs holds 'add_bos_token'"),
         ({"model_kwargs": {"torch_dtype": torch.float16}, "dtype": "float32"}, "'float16' and 'float32' at once"),
         ({"device": "cpu", "device_map": "cuda"}, "device_map is 'cpu' and 'cuda' at once"),
         ({"device_map": {"model": 0, "lm_head": 1}}, "packets need the model on one device"),
@@ -91,9 +93,9 @@ def test_arguments_of_hugging_face_llm_are_understood(loads: list[tuple[str, dic
         query_wrapper_prompt="<{query_str}>",
         device_map={"": "cpu"},
         stopping_ids=[1, 2],
-        tokenizer_kwargs={"max_length": 1024},
+        tokenizer_kwargs={"max_length": 1024, "token": "other"},
         tokenizer_outputs_to_remove=["token_type_ids"],
-        model_kwargs={"torch_dtype": torch.float32, "low_cpu_mem_usage": True},
+        model_kwargs={"torch_dtype": torch.float32, "device_map": "cpu", "cache_dir": "files", "token": "secret"},
         generate_kwargs={"temperature": 0.7, "do_sample": False, "pad_token_id": 0, "num_beams": 1},
         is_chat_model=True,
         messages_to_prompt=None,
@@ -101,6 +103,8 @@ def test_arguments_of_hugging_face_llm_are_understood(loads: list[tuple[str, dic
     )
     ((name, given),) = loads
     assert (name, given["device"], given["dtype"], given["adapter"]) == ("mine", "cpu", "float32", "auto")
+    assert given["model_kwargs"] == {"cache_dir": "files", "token": "secret"} and "secret" not in repr(llm)
+    assert given["tokenizer_kwargs"] == {"max_length": 1024, "token": "other"}
     assert llm.generation_settings({}) == GenerationSettings(max_new_tokens=7, stop=("<|im_start|>",))
     assert llm.metadata.context_window == 1024 and llm.metadata.num_output == 7 and llm.metadata.is_chat_model
 
@@ -140,8 +144,18 @@ def test_a_tokenizer_of_another_name_is_loaded(backbone: Backbone, folder: Path,
     again = KVPacketLLM(model=backbone.model, tokenizer_name=str(folder), adapter=None)
     assert again.metadata.is_chat_model and again.engine.backbone.model is backbone.model
     (tmp_path / "empty").mkdir()
-    with pytest.raises(KVPacketError, match="cannot load the tokenizer"):
+    with pytest.raises(KVPacketError, match=r"the tokenizer of model .*empty' cannot be loaded"):
         KVPacketLLM(model=backbone.model, tokenizer_name=str(tmp_path / "empty"))
+
+
+def test_attention_and_files_asked_for_are_those_of_the_model(folder: Path, tmp_path: Path):
+    kwargs = {"attn_implementation": "eager", "cache_dir": tmp_path / "files", "dtype": torch.float32}
+    llm = KVPacketLLM(str(folder), model_kwargs=kwargs, tokenizer_kwargs={"local_files_only": True}, adapter=None)
+    store = KVPacketVectorStore(path=tmp_path / "index", model_name=str(folder), model_kwargs=kwargs, adapter=None)
+    for engine in (llm.engine, store.engine):
+        assert engine.backbone.model.config._attn_implementation == "eager"
+    again = KVPacketVectorStore(path=tmp_path / "index", model_kwargs={"torch_dtype": "float32", "revision": "main"})
+    assert again.engine.signature == llm.engine.signature
 
 
 def test_what_was_said_of_prompts_decides_whether_they_are_chats(engine: KVPacketEngine):
@@ -209,15 +223,16 @@ def test_a_copy_shares_the_engine_and_a_dump_holds_no_weights(llm: KVPacketLLM):
 
 
 def test_a_pickle_holds_the_configuration_and_loads_the_engine_again(
-    engine: KVPacketEngine, loads: list[tuple[str, dict[str, Any]]]
+    engine: KVPacketEngine, loads: list[tuple[str, dict[str, Any]]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     llm = KVPacketLLM(
         "mine", store="packets", device="cpu", model_kwargs={"dtype": torch.float32}, stop="x", match="hints"
     )
-    blob = pickle.dumps(llm)
+    blob, here = pickle.dumps(llm), Path.cwd()
+    monkeypatch.chdir(tmp_path)  # another process may work in another folder
     twin = pickle.loads(blob)
     assert len(blob) < 5000 and twin.to_dict() == llm.to_dict() and twin.engine is engine
-    assert loads[0] == loads[1] and loads[0][0] == "mine" and loads[0][1]["store"] == "packets"
+    assert loads[0] == loads[1] and loads[0][0] == "mine" and loads[0][1]["store"] == str(here / "packets")
 
 
 def test_an_llm_made_from_an_engine_says_why_it_cannot_be_pickled(llm: KVPacketLLM):

@@ -15,9 +15,9 @@ from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
 from llama_index_kvpacket import KVPacketLLM
 from llama_index_kvpacket.responses import SharedStream
-from llama_index_kvpacket.retrieved import Prepared
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, Message
+from kvpacket_rag.learner import Prepared
 
 ASYNC = ["achat", "acomplete", "astream_chat", "astream_complete"]
 TEXT = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWho signed the lease?"
@@ -102,7 +102,7 @@ async def test_it_goes_on_while_retrieved_chunks_are_encoded(
     llm: KVPacketLLM, method: str, monkeypatch: pytest.MonkeyPatch
 ):
     begun: list[float] = []
-    monkeypatch.setattr(llm.learner, "prepare", lambda *given: begun.append(time.sleep(0.4) or 0) or Prepared())
+    monkeypatch.setattr(llm.learner, "prepare", lambda *_, encode: begun.append(time.sleep(0.4) or 0) or Prepared())
     assert await longest_pause(read(llm, method, max_tokens=1)) < 0.2 and len(begun) == 1
 
 

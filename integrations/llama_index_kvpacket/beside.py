@@ -10,6 +10,7 @@ from llama_index.core.schema import BaseNode, MetadataMode
 
 from kvpacket_rag import DocumentError, KVPacketEngine
 from llama_index_kvpacket.nodes import document_of, packet_text
+from llama_index_kvpacket.parameters import require_engine, require_names
 
 logger = logging.getLogger(__name__)
 
@@ -82,5 +83,9 @@ def drop_packets(engine: KVPacketEngine, document_ids: Iterable[str], owner: str
 
     Returns:
         The ids of the packets that went.
+
+    Raises:
+        KVPacketError: there is no engine, or ``document_ids`` is a single text.
     """
-    return engine.drop_owners([owner_name(owner, name) for name in document_ids])
+    require_engine("drop_packets", engine)
+    return engine.drop_owners([owner_name(owner, name) for name in require_names("document_ids", document_ids)])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, Self
 
@@ -11,9 +12,10 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr, fie
 from llama_index.core.llms.llm import LLM, default_completion_to_prompt
 from llama_index.core.prompts import PromptTemplate
 
-from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketError
+from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketError, PromptError
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.engine import Policy
+from kvpacket_rag.learner import ChunkLearner
 from kvpacket_rag.reading import Match, OnMiss
 from llama_index_kvpacket.loading import (
     DEFAULT_MODEL,
@@ -21,16 +23,20 @@ from llama_index_kvpacket.loading import (
     is_reloadable,
     load,
     require_no_loading,
+    require_objects,
     resolve,
     window,
 )
 from llama_index_kvpacket.messages import to_message, with_system_prompt
-from llama_index_kvpacket.parameters import DECODING, generation_settings, require_known
+from llama_index_kvpacket.parameters import DECODING, generation_settings, require_engine, require_known, require_names
 from llama_index_kvpacket.request import Prompt
 from llama_index_kvpacket.responses import Raw
-from llama_index_kvpacket.retrieved import ChunkLearner
+from llama_index_kvpacket.retrieved import ADVICE, RETRIEVED
 
 _IDENTITY = "{query_str}"
+_KEPT_USAGES = 1000
+
+logger = logging.getLogger(__name__)
 
 
 class ConfiguredLLM(LLM):
@@ -66,18 +72,25 @@ class ConfiguredLLM(LLM):
         description="Give chunks that a retriever found, and that have no packet, one when a prompt first holds them; "
         "not with on_miss='error', and not in a folder, where it would outlive its document: see KVPacketTransform.",
     )
-    policy: Policy = Field(default="packets", description="'prefill' reads every prompt in full, to compare.")
+    policy: Policy = Field(
+        default="packets", description="'prefill' reads every prompt in full, to compare; 'auto' takes the quicker way."
+    )
     device_map: str = Field(default="auto", description="Where the model runs, such as 'cuda' or 'cpu'.")
     dtype: str = Field(default="auto", description="Number format it computes in, such as 'bfloat16'.")
     model_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Of a model loaded by name: dtype and torch_dtype count, low_cpu_mem_usage, trust_remote_code, "
-        "use_cache and use_safetensors make no difference, others are refused. No effect with model=.",
+        repr=False,  # it may hold a token of the hub
+        description="Of a model loaded by name: dtype, torch_dtype, device_map, cache_dir, token, revision, subfolder, "
+        "local_files_only, variant and attn_implementation (sdpa or eager) count, low_cpu_mem_usage, "
+        "trust_remote_code, use_cache and use_safetensors make no difference, others are refused. No effect with "
+        "model=.",
     )
     tokenizer_kwargs: dict[str, Any] = Field(
         default_factory=dict,
-        description="Of a tokenizer loaded by name: lengths and sides make no difference, for prompts are neither "
-        "padded nor cut; others are refused. No effect with tokenizer=.",
+        repr=False,
+        description="Of a tokenizer loaded by name: cache_dir, token, revision, subfolder and local_files_only count, "
+        "and the model's own tokenizer takes those of model_kwargs where they are left out; lengths and sides make no "
+        "difference, for prompts are neither padded nor cut; others are refused. No effect with tokenizer=.",
     )
     tokenizer_outputs_to_remove: list[str] = Field(
         default_factory=list, description="No effect: the model is given token ids and nothing else."
@@ -94,7 +107,8 @@ class ConfiguredLLM(LLM):
     _learner: ChunkLearner = PrivateAttr()
     _can_reload: bool = PrivateAttr(default=True)
     _hints: tuple[str, ...] = PrivateAttr(default=())
-    _usages: list[Raw] = PrivateAttr(default_factory=list)  # the last one alone; hinted copies share it
+    _usages: list[Raw] = PrivateAttr(default_factory=list)  # of the last calls; hinted copies share them
+    _warnings: list[str] = PrivateAttr(default_factory=list)  # that were given
 
     def __init__(
         self,
@@ -106,9 +120,11 @@ class ConfiguredLLM(LLM):
         **fields: Any,
     ) -> None:
         require_known(type(self).__name__, fields, {*type(self).model_fields, "engine", "model", "tokenizer", "device"})
+        require_objects({**fields, "model": model, "tokenizer": tokenizer})
         given = {name: value for name, value in fields.items() if value is not None or name == "adapter"}
         given = resolve(given, engine is not None or model is not None, engine is not None or tokenizer is not None)
         if engine is not None:
+            require_engine(type(self).__name__, engine)
             require_no_loading(engine, model_name, {**given, "model": model, "tokenizer": tokenizer})
         name = engine.model_name if engine else model_name or getattr(model, "name_or_path", "") or DEFAULT_MODEL
         shown: dict[str, Any] = {**given, "model_name": name}
@@ -116,7 +132,8 @@ class ConfiguredLLM(LLM):
         super().__init__(**shown)
         self._can_reload = engine is None and model is None and tokenizer is None and is_reloadable(given)
         self._engine = engine or load(name, given, model, tokenizer)
-        self._learner = ChunkLearner(self._engine)
+        self._learner = ChunkLearner(self._engine.encoder, self._engine.store, ADVICE, self._engine.min_match_tokens)
+        RETRIEVED.listen()
         self.context_window = window(self._engine, self.context_window, self.max_new_tokens)
         self.generation_settings({})
 
@@ -160,9 +177,21 @@ class ConfiguredLLM(LLM):
         """``raw["usage"]`` of the call that finished last, in whichever thread: query engines do not hand it on."""
         return self._usages[-1] if self._usages else None
 
+    @property
+    def usages(self) -> list[Raw]:
+        """The same of the last 1000 calls, oldest first. One answer may take several; clear the list before it."""
+        return self._usages
+
     def note(self, usage: Raw) -> None:
-        """Take this for the last usage from now on."""
-        self._usages[:] = [usage]
+        """A call has finished, with this usage."""
+        self._usages.append(usage)
+        del self._usages[:-_KEPT_USAGES]
+
+    def warn_once(self, warning: str) -> None:
+        """Log a warning, if it is the first one of this object and its copies; ``on_miss="warn"`` logs every miss."""
+        if not self._warnings:
+            self._warnings.append(warning)
+            logger.warning("%s", warning)
 
     @property
     def hints(self) -> tuple[str, ...]:
@@ -176,7 +205,7 @@ class ConfiguredLLM(LLM):
         is looked for; without hints those that retrievers found lately are.
         """
         copy = self.model_copy()
-        copy._hints = tuple(dict.fromkeys(packet_ids))
+        copy._hints = tuple(dict.fromkeys(require_names("packet_ids", packet_ids)))
         return copy
 
     def token_ids(self, text: str) -> list[int]:
@@ -200,6 +229,8 @@ class ConfiguredLLM(LLM):
 
     def text_prompt(self, prompt: str, formatted: bool) -> Prompt:
         """A text as the engine takes it; see ``complete``."""
+        if not isinstance(prompt, str):
+            raise PromptError(f"the prompt is a {type(prompt).__name__}; pass a string, or messages to chat()")
         if formatted:
             return prompt
         if self._is_chat() and not self._has_own_shape():

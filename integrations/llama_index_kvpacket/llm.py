@@ -37,6 +37,9 @@ class KVPacketLLM(ConfiguredLLM):
     engines, chat engines and agents need no change. What a retriever of any index found, and has no
     packet, gets one when a prompt first holds it. Every response tells in ``raw["usage"]`` how many
     tokens came from packets, and which chunks did not and why; a log line of level INFO says the same.
+    Query and chat engines keep a response's ``raw`` to themselves: ask ``last_usage`` after their answer, after the
+    end of a stream, or ``usages`` where an answer takes several calls. Where nothing could be reused of what was
+    retrieved, the first such call is warned of.
 
     It takes the arguments of LlamaIndex's ``HuggingFaceLLM``; the descriptions of the fields say where
     one makes no difference here, and what cannot have its effect is refused. ``query_wrapper_prompt``

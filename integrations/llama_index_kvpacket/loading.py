@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
-
-from kvpacket_rag import Backbone, KVPacketEngine, KVPacketError, ModelNotFoundError
+from kvpacket_rag import Backbone, KVPacketEngine, KVPacketError, PacketStore
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.hardware import pick_device, pick_dtype
-from kvpacket_rag.models import hub_has, load_model, quietly_loading, resolve_model
+from kvpacket_rag.models import load_model, load_tokenizer, resolve_model
+from kvpacket_rag.pretrained import passed_on
 
 logger = logging.getLogger(__name__)
 
@@ -27,10 +26,7 @@ _LOADING = {
     "tokenizer_name": None,
 }
 _DTYPE_WORDS = ("dtype", "torch_dtype")
-# Of AutoModelForCausalLM.from_pretrained and AutoTokenizer.from_pretrained, what makes no difference here: no code of
-# a model's folder is ever run, and prompts are neither padded nor cut.
-_IDLE_MODEL_KWARGS = {"low_cpu_mem_usage", "trust_remote_code", "use_cache", "use_safetensors"}
-_IDLE_TOKENIZER_KWARGS = {"max_length", "model_max_length", "padding_side", "truncation_side", "trust_remote_code"}
+_PATHS = ("store", "adapter")
 
 
 def load(model_name: str, fields: Mapping[str, Any], model: Any = None, tokenizer: Any = None) -> KVPacketEngine:
@@ -46,6 +42,7 @@ def load(model_name: str, fields: Mapping[str, Any], model: Any = None, tokenize
         KVPacketError: what ``KVPacketEngine.load`` raises, or ``dtype`` or ``device_map`` contradict ``model``.
     """
     device, dtype = fields.get("device_map") or "auto", fields.get("dtype") or "auto"
+    for_model, for_tokenizer = for_transformers(fields)
     tokenizer_name = fields.get("tokenizer_name")
     if model is None and tokenizer is None and _is_own_tokenizer(tokenizer_name, model_name):
         return KVPacketEngine.load(
@@ -55,14 +52,17 @@ def load(model_name: str, fields: Mapping[str, Any], model: Any = None, tokenize
             device=device,
             dtype=dtype,
             min_match_tokens=fields.get("min_match_tokens", MIN_MATCH_TOKENS),
+            model_kwargs=for_model,
+            tokenizer_kwargs=for_tokenizer,
         )
     if model is None:
         place = pick_device(device)
-        model, _ = load_model(model_name, place, pick_dtype(dtype, place))
+        model, _ = load_model(model_name, place, pick_dtype(dtype, place), for_model)
     else:
         _require_as_loaded(model, device, dtype)
     if tokenizer is None:
-        tokenizer = _load_tokenizer(tokenizer_name or getattr(model, "name_or_path", "") or model_name)
+        name = tokenizer_name or getattr(model, "name_or_path", "") or model_name
+        tokenizer = load_tokenizer(name, for_tokenizer)
     return KVPacketEngine.around(
         Backbone(model, tokenizer, model_name),
         fields.get("store"),
@@ -77,17 +77,11 @@ def _is_own_tokenizer(tokenizer_name: str | None, model_name: str) -> bool:
     return not Path(tokenizer_name).is_dir() and resolve_model(tokenizer_name) == resolve_model(model_name)
 
 
-def _load_tokenizer(name: str) -> Any:
-    source = Path(name) if Path(name).is_dir() else resolve_model(name)  # a folder need not hold a model too
-    try:
-        with quietly_loading():
-            local = isinstance(source, Path) or not hub_has(source)
-            return AutoTokenizer.from_pretrained(source, trust_remote_code=False, local_files_only=local)
-    except (OSError, ValueError) as error:
-        raise ModelNotFoundError(
-            f"cannot load the tokenizer {name!r}: {str(error).strip().splitlines()[0]}; pass tokenizer_name, or "
-            "tokenizer=AutoTokenizer.from_pretrained(...)"
-        ) from error
+def for_transformers(fields: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """``model_kwargs`` and ``tokenizer_kwargs`` for the core, which has words of its own for dtype and device."""
+    given = fields.get("model_kwargs") or {}
+    own = {name: value for name, value in given.items() if name not in (*_DTYPE_WORDS, "device_map")}
+    return own, dict(fields.get("tokenizer_kwargs") or {})
 
 
 def _require_as_loaded(model: Any, device: str, dtype: str) -> None:
@@ -111,18 +105,23 @@ def resolve(fields: Mapping[str, Any], has_model: bool, has_tokenizer: bool) -> 
     """
     model_kwargs = dict(fields.get("model_kwargs") or {})
     given = [fields.get("dtype"), *(model_kwargs[word] for word in _DTYPE_WORDS if word in model_kwargs)]
-    places = [fields[word] for word in ("device", "device_map") if word in fields]
-    resolved = {name: value for name, value in fields.items() if name != "device"}
+    places = [fields.get("device"), fields.get("device_map"), model_kwargs.get("device_map")]
+    resolved = {name: _path(value) if name in _PATHS else value for name, value in fields.items() if name != "device"}
     resolved["dtype"] = _only("dtype", [str(word).removeprefix("torch.") for word in given if word is not None])
     resolved["device_map"] = _only("device_map", [_one_device(place) for place in places if place is not None])
-    model_kwargs |= {word: resolved["dtype"] for word in _DTYPE_WORDS if word in model_kwargs}
+    words = {**dict.fromkeys(_DTYPE_WORDS, resolved["dtype"]), "device_map": resolved["device_map"]}
+    model_kwargs |= {word: value for word, value in words.items() if word in model_kwargs}
     if model_kwargs:
         resolved["model_kwargs"] = model_kwargs
-    if not has_model:
-        _require_idle("model_kwargs", model_kwargs, {*_IDLE_MODEL_KWARGS, *_DTYPE_WORDS})
-    if not has_tokenizer:
-        _require_idle("tokenizer_kwargs", fields.get("tokenizer_kwargs") or {}, _IDLE_TOKENIZER_KWARGS)
+    for_model, for_tokenizer = for_transformers(resolved)
+    passed_on({} if has_model else for_model, {} if has_tokenizer else for_tokenizer)  # refuses what it does not know
     return resolved
+
+
+def _path(value: Any) -> Any:
+    """A path from anywhere: another process that loads the same, or this one later, may work in another folder."""
+    is_path = isinstance(value, str | Path) and str(value) != "auto"
+    return str(Path(value).expanduser().absolute()) if is_path else value
 
 
 def _only(name: str, values: list[str]) -> str:
@@ -140,15 +139,6 @@ def _one_device(device: Any) -> str:
     return device
 
 
-def _require_idle(owner: str, given: Mapping[str, Any], idle: set[str]) -> None:
-    if strange := sorted(given.keys() - idle):
-        raise KVPacketError(
-            f"{owner} holds {', '.join(map(repr, strange))}, which a model that is loaded by name cannot take; load "
-            "it yourself and pass model=AutoModelForCausalLM.from_pretrained(...) and "
-            "tokenizer=AutoTokenizer.from_pretrained(...)"
-        )
-
-
 def as_text(value: Any) -> str | None:
     """A path as text; None for objects, which cannot be loaded again from a field."""
     return str(value) if isinstance(value, str | Path) else None
@@ -156,7 +146,25 @@ def as_text(value: Any) -> str | None:
 
 def is_reloadable(fields: Mapping[str, Any]) -> bool:
     """Whether another process can load the same engine from text alone."""
-    return all(fields.get(name) is None or as_text(fields[name]) is not None for name in ("store", "adapter"))
+    return all(fields.get(name) is None or as_text(fields[name]) is not None for name in _PATHS)
+
+
+def require_objects(fields: Mapping[str, Any]) -> None:
+    """Refuse a name where a loaded object is meant, and what is neither.
+
+    Raises:
+        KVPacketError: saying which argument takes it.
+    """
+    for word in ("model", "tokenizer"):
+        if isinstance(fields.get(word), str):
+            raise KVPacketError(
+                f"{word} is {fields[word]!r}, a name; pass it as {word}_name, or a {word} that is loaded already"
+            )
+    for word in ("model_kwargs", "tokenizer_kwargs", "generate_kwargs", "chat_template_kwargs"):
+        if not isinstance(fields.get(word) or {}, Mapping):
+            raise KVPacketError(f"{word} is {fields[word]!r}; pass a dictionary of arguments by name")
+    if not isinstance(fields.get("store"), str | Path | PacketStore | None):
+        raise KVPacketError(f"store is a {type(fields['store']).__name__}; pass a folder or a packet store")
 
 
 def require_no_loading(engine: KVPacketEngine, model_name: str | None, fields: Mapping[str, Any]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from llama_index.core.schema import (
@@ -20,13 +20,24 @@ from llama_index.core.schema import (
 from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters, VectorStoreQuery
 from llama_index.core.vector_stores.utils import build_metadata_filter_fn, node_to_metadata_dict
 
-from kvpacket_rag import Chunk
+from kvpacket_rag import Chunk, DocumentError
 from kvpacket_rag.ingest import MARK
 
 # LlamaIndex's own function for this reads documents as text nodes.
 _KINDS: dict[str, type[BaseNode]] = {
     kind.class_name(): kind for kind in (Document, ImageDocument, ImageNode, IndexNode, Node, TextNode)
 }
+
+
+def require_nodes(nodes: Sequence[BaseNode]) -> Sequence[BaseNode]:
+    """Refuse what is no node, such as a retriever's hits.
+
+    Raises:
+        DocumentError: naming its type.
+    """
+    if wrong := [node for node in nodes if not isinstance(node, BaseNode)]:
+        raise DocumentError(f"nodes holds a {type(wrong[0]).__name__}; pass a list of nodes, such as TextNode")
+    return nodes
 
 
 def to_chunk(node: BaseNode) -> Chunk:

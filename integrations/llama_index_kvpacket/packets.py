@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from kvpacket_rag import (
     Chunk,
@@ -20,7 +19,7 @@ from kvpacket_rag import (
 )
 from kvpacket_rag.origin import Origin
 from llama_index_kvpacket.leftovers import Leftovers
-from llama_index_kvpacket.loading import DEFAULT_MODEL, load, resolve
+from llama_index_kvpacket.loading import DEFAULT_MODEL, for_transformers, load, resolve
 from llama_index_kvpacket.nodes import packet_text
 from llama_index_kvpacket.ownership import IS_COPY, Ownership
 
@@ -92,8 +91,13 @@ class NodePackets:
             self.ownership.adopt()
         self.ownership.recover()
 
-    def put(self, chunks: Sequence[Chunk], vectors: npt.NDArray[np.float32]) -> None:
+    def put(self, chunks: Sequence[Chunk], vectors: Sequence[Sequence[float]], gone: Sequence[str] = ()) -> None:
         """Add rows, or replace those whose ids are known; all or none. A text that has a packet is not encoded.
+
+        Args:
+            chunks: to be added.
+            vectors: one a chunk.
+            gone: ids of rows that are deleted once the new ones are there; unknown ones are no error.
 
         Raises:
             DocumentError: a text is empty, or longer than the model's window.
@@ -102,11 +106,15 @@ class NodePackets:
         """
         if self.index.get_setting("signature") != self.engine.signature.to_json():
             raise PacketMismatchError("the index was encoded again with another model, adapter or dtype; open it anew")
-        texts = [self.text_of(chunk) for chunk in chunks]
-        with self.ownership.changing([chunk.chunk_id for chunk in chunks]) as owners:
+        if not chunks and not gone:
+            return
+        texts, names = [self.text_of(chunk) for chunk in chunks], [chunk.chunk_id for chunk in chunks]
+        with self.ownership.changing([*names, *gone]) as owners:
+            owners = owners[: len(names)]
             self.leftovers.put_back(dict(zip(owners, texts, strict=True)))
             packets = self.engine.encode(texts, owners, self._progress)
-            self.index.add(chunks, vectors, packets)
+            self.index.add(chunks, np.array(vectors, np.float32), packets)
+            self.index.delete(gone)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete rows, and the packets that no other row needs; unknown ids are no error."""
@@ -158,6 +166,7 @@ def load_engine(index: PacketIndex, folder: Path | None, loading: Mapping[str, A
     if folder is None or not index.get_setting("signature"):
         return load(name or DEFAULT_MODEL, {**options, "store": folder})
     options["device"] = options.pop("device_map")
+    options["model_kwargs"], options["tokenizer_kwargs"] = for_transformers(options)
     if options["dtype"] == "auto":
         del options["dtype"]
     return Origin(index, folder).load_engine(name, options)

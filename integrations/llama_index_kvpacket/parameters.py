@@ -7,7 +7,7 @@ import difflib
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from kvpacket_rag import Backbone, GenerationSettings, KVPacketError, PromptError
+from kvpacket_rag import Backbone, GenerationSettings, KVPacketEngine, KVPacketError, PromptError
 
 DECODING = frozenset(field.name for field in dataclasses.fields(GenerationSettings))
 _OTHER_NAMES = {"max_tokens": "max_new_tokens", "stop_strings": "stop"}
@@ -29,6 +29,31 @@ def require_known(owner: str, given: Iterable[str], known: Iterable[str]) -> Non
     """
     if unknown := sorted(set(given) - set(known)):
         raise KVPacketError(f"{owner} takes no {_with_guesses(unknown, known)}; it takes {', '.join(sorted(known))}")
+
+
+def require_engine(owner: str, given: object) -> None:
+    """Refuse what is no engine, such as a name or a model over one.
+
+    Raises:
+        KVPacketError: saying what to pass.
+    """
+    if not isinstance(given, KVPacketEngine):
+        raise KVPacketError(
+            f"{owner} needs a KVPacketEngine as engine, and got a {type(given).__name__}; pass the engine of a "
+            "KVPacketLLM, as in engine=llm.engine, or KVPacketEngine.load(...)"
+        )
+
+
+def require_names(what: str, given: object) -> list[str]:
+    """Texts that are given one by one: a single one would be taken for its letters.
+
+    Raises:
+        KVPacketError: they are not.
+    """
+    names = list(given) if isinstance(given, Iterable) and not isinstance(given, str | Mapping) else None
+    if names is None or not all(isinstance(name, str) for name in names):
+        raise KVPacketError(f"{what} is {given!r}; pass a list of strings")
+    return names
 
 
 def generation_settings(
@@ -62,7 +87,7 @@ def generation_settings(
             "model chat_template_kwargs"
         )
     stop = values.get("stop", ())
-    stop = (stop,) if isinstance(stop, str) else tuple(stop)
+    stop = (stop,) if isinstance(stop, str) else tuple(require_names("stop", stop))
     ids = [*stopping_ids, *(ends if isinstance(ends, Iterable) else [ends])]
     return GenerationSettings(**{**values, "stop": (*stop, *_texts_of(backbone, ids))})
 

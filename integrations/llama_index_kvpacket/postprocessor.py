@@ -14,6 +14,7 @@ from llama_index.core.schema import NodeWithScore, QueryBundle
 
 from kvpacket_rag import KVPacketEngine, KVPacketError, StoreError
 from llama_index_kvpacket.beside import DEFAULT_OWNER, encodable
+from llama_index_kvpacket.parameters import require_engine
 
 logger = logging.getLogger(__name__)
 
@@ -46,6 +47,7 @@ class KVPacketPostprocessor(BaseNodePostprocessor):
     def __init__(
         self, engine: KVPacketEngine, packet_text_key: str = "", owner: str = DEFAULT_OWNER, **fields: Any
     ) -> None:
+        require_engine(type(self).__name__, engine)
         fields |= {"packet_text_key": packet_text_key, "owner": owner}
         super().__init__(**fields)
         self._engine = engine

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import dataclasses
 import logging
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from kvpacket_rag import Answer, AnswerStream, MemoryStore, Message, Miss, Reuse, Usage
+from kvpacket_rag import Answer, AnswerStream, Message, PromptError, Reuse
+from kvpacket_rag.learner import Prepared
+from llama_index_kvpacket.parameters import require_names
 from llama_index_kvpacket.responses import Raw, raw
-from llama_index_kvpacket.retrieved import ENCODED_NOW, Prepared
+from llama_index_kvpacket.retrieved import RETRIEVED
 
 if TYPE_CHECKING:
     from llama_index_kvpacket.configuration import ConfiguredLLM
@@ -39,59 +40,41 @@ class Request:
     def start(self) -> AnswerStream:
         """Check the prompt, and encode retrieved chunks in it that have no packet."""
         llm, call = self._llm, dict(self._arguments)
-        template = {**llm.chat_template_kwargs, **(call.pop("chat_template_kwargs", None) or {})}
+        own = call.pop("chat_template_kwargs", None) or {}
+        if not isinstance(own, Mapping):
+            raise PromptError(f"chat_template_kwargs is {own!r}; pass a dictionary of arguments by name")
         policy = call.pop("policy", None) or llm.policy
         reuse = Reuse(
             call.pop("match", None) or llm.match,
-            tuple(call.pop("hints", None) or llm.hints),
+            tuple(require_names("hints", call.pop("hints", None) or llm.hints)),
             call.pop("on_miss", None) or llm.on_miss,
         )
         settings, prompt = llm.generation_settings(call), self._prompt()
-        if policy == "packets" and reuse.match != "off":
+        if policy != "prefill" and reuse.match != "off":
             reuse = self._prepare(prompt, reuse)
+        template = {**llm.chat_template_kwargs, **own}
         return llm.engine.stream(prompt, settings, policy=policy, template_kwargs=template, reuse=reuse)
 
     def _prepare(self, prompt: Prompt, reuse: Reuse) -> Reuse:
         texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-        in_memory = isinstance(self._llm.engine.store, MemoryStore)
-        encode = self._llm.encode_retrieved and in_memory and reuse.on_miss != "error"
-        prepared = self._llm.learner.prepare(texts, encode)
-        misses = tuple(miss for miss in prepared.misses if miss.packet_id not in reuse.hints)
-        reuse.act_on([*misses, *(Miss(name, ENCODED_NOW) for name in prepared.encoded)])
-        self._prepared = dataclasses.replace(prepared, misses=misses)
-        expected = prepared.held if reuse.match == "hints" and not reuse.hints else tuple(prepared.encoded)
-        return dataclasses.replace(reuse, hints=(*reuse.hints, *expected))
+        encode = self._llm.encode_retrieved and reuse.on_miss != "error"
+        self._prepared = self._llm.learner.prepare("\0".join(texts), RETRIEVED.texts(), encode=encode)
+        return self._prepared.expected(reuse)
 
     def details(self, answer: Answer) -> Raw:
         """What ``response.raw`` tells of the answer, and ``llm.last_usage`` from now on."""
-        usage, times, seconds = self._count(answer.usage), answer.timings, self._prepared.seconds
-        times = dataclasses.replace(
-            times,
-            load_seconds=times.load_seconds + seconds,
-            ttft_seconds=times.ttft_seconds + seconds,
-            total_seconds=times.total_seconds + seconds,
-        )
-        details = raw(dataclasses.replace(answer, usage=usage, timings=times))
-        self._llm.note(details["usage"])
+        answer = self._prepared.counted(answer)
+        details, usage = raw(answer), answer.usage
+        reasons = "".join(f"; {reason}" for reason in dict.fromkeys(miss.reason for miss in usage.misses))
         logger.info(
             "%d of %d prompt tokens came from packets of %d chunks; %d chunks missed%s",
             usage.packet_tokens,
             usage.prompt_tokens,
             usage.chunks_reused,
             len(usage.misses),
-            "".join(f"; {reason}" for reason in dict.fromkeys(miss.reason for miss in usage.misses)),
+            reasons,
         )
+        if reasons and not usage.chunks_reused and not self._prepared.encoded:
+            self._llm.warn_once(f"no chunk of a prompt was reused{reasons}; llm.last_usage tells of each call")
+        self._llm.note(details["usage"])
         return details
-
-    def _count(self, usage: Usage) -> Usage:
-        """The engine's count, with chunks that were encoded just for this prompt as misses."""
-        told = {miss.packet_id for miss in usage.misses}
-        encoded = {name: tokens for name, tokens in self._prepared.encoded.items() if name not in told}
-        more = [*self._prepared.misses, *(Miss(name, ENCODED_NOW) for name in encoded)]
-        return dataclasses.replace(
-            usage,
-            packet_tokens=usage.packet_tokens - sum(encoded.values()),
-            prefilled_tokens=usage.prefilled_tokens + sum(encoded.values()),
-            chunks_reused=usage.chunks_reused - len(encoded),
-            misses=(*usage.misses, *(miss for miss in more if miss.packet_id not in told)),
-        )

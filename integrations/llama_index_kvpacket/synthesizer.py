@@ -127,27 +127,15 @@ class KVPacketSynthesizer(BaseSynthesizer):
         for name in self._get_prompts().keys() & prompts.keys():
             setattr(self, f"_{name}", prompts[name])
 
-    def synthesize(
-        self,
-        query: QueryTextType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
-    ) -> RESPONSE_TYPE:
+    def synthesize(self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any) -> RESPONSE_TYPE:
         """Answer a query from nodes."""
-        given = {"kvpacket_nodes": nodes, **response_kwargs}
-        return super().synthesize(query, nodes, additional_source_nodes, **given)
+        return super().synthesize(query, nodes, *args, **{"kvpacket_nodes": nodes, **kwargs})
 
     async def asynthesize(
-        self,
-        query: QueryTextType,
-        nodes: list[NodeWithScore],
-        additional_source_nodes: Sequence[NodeWithScore] | None = None,
-        **response_kwargs: Any,
+        self, query: QueryTextType, nodes: list[NodeWithScore], *args: Any, **kwargs: Any
     ) -> RESPONSE_TYPE:
         """:meth:`synthesize`, computed in worker threads."""
-        given = {"kvpacket_nodes": nodes, **response_kwargs}
-        return await super().asynthesize(query, nodes, additional_source_nodes, **given)
+        return await super().asynthesize(query, nodes, *args, **{"kvpacket_nodes": nodes, **kwargs})
 
     def get_response(
         self,
@@ -211,15 +199,16 @@ class KVPacketSynthesizer(BaseSynthesizer):
 
     def _simple_summarize(self, query: str, texts: list[str], hints: Mapping[str, str]) -> Plan:
         template = self._text_qa_template.partial_format(query_str=query)
-        first, *rest = self._prompt_helper.repack(template, texts, llm=self._reader)
-        if rest:
+        first, *_ = self._prompt_helper.repack(template, texts, llm=self._reader)
+        if left_out := sum(1 for text in texts if text.strip() and not _holds(first, text)):
             logger.warning(
                 "%d of %d chunks do not fit into one prompt and are left out; retrieve fewer, or use response_mode "
                 "'compact'",
-                sum(len(parts_of(text)) for text in rest),
+                left_out,
                 len(texts),
             )
-        return self._call(template, "context_str", first, hints)
+        (hinted,) = _hints_of([first], hints)
+        return Call(template, {"context_str": first}, hinted)
         yield
 
     def _compact(self, query: str, texts: list[str], hints: Mapping[str, str]) -> Plan:
@@ -242,13 +231,13 @@ class KVPacketSynthesizer(BaseSynthesizer):
         return self._prompt_helper.repack(refine, texts, padding=answer + DEFAULT_PADDING, llm=self._reader)
 
     def _in_turn(self, query: str, packed: Sequence[str], hints: Mapping[str, str]) -> Plan:
-        first, *rest = packed
         template = self._text_qa_template.partial_format(query_str=query)
-        call = self._call(template, "context_str", first, hints)
-        for text in rest:
+        hinted = _hints_of(packed, hints)
+        call = Call(template, {"context_str": packed[0]}, hinted[0])
+        for text, names in zip(packed[1:], hinted[1:], strict=True):
             answer = yield call
             template = self._refine_template.partial_format(query_str=query, existing_answer=answer)
-            call = self._call(template, "context_msg", text, hints)
+            call = Call(template, {"context_msg": text}, names)
         return call
 
     def _tree_summarize(self, query: str, texts: list[str], hints: Mapping[str, str]) -> Plan:
@@ -256,8 +245,8 @@ class KVPacketSynthesizer(BaseSynthesizer):
         packed = self._prompt_helper.repack(template, texts, llm=self._reader)
         while len(packed) > 1:
             summaries = []
-            for text in packed:
-                summaries.append((yield self._call(template, "context_str", text, hints)))
+            for text, names in zip(packed, _hints_of(packed, hints), strict=True):
+                summaries.append((yield Call(template, {"context_str": text}, names)))
             hints, before = {}, len(packed)
             packed = self._prompt_helper.repack(template, summaries, llm=self._reader)
             if len(packed) >= before:
@@ -265,10 +254,24 @@ class KVPacketSynthesizer(BaseSynthesizer):
                     f"no two summaries of up to {self._reader.max_new_tokens} tokens fit into one prompt of a window "
                     f"of {self._reader.context_window}; lower max_new_tokens, or use response_mode='compact'"
                 )
-        return self._call(template, "context_str", packed[0], hints)
+        return Call(template, {"context_str": packed[0]}, *_hints_of(packed, hints))
 
-    def _call(self, template: BasePromptTemplate, place: str, text: str, hints: Mapping[str, str]) -> Call:
-        return Call(template, {place: text}, tuple(hints[part] for part in parts_of(text) if part in hints))
+
+def _holds(packed: str, text: str) -> bool:
+    """Whether the text of a prompt holds a chunk whole; what a BoundaryPromptHelper packs knows its parts."""
+    parts = parts_of(packed)
+    return text in parts or (parts == (packed,) and text.strip() in packed)
+
+
+def _hints_of(packed: Sequence[str], hints: Mapping[str, str]) -> list[tuple[str, ...]]:
+    """Packet ids for each of a plan's calls: of the chunks that its text holds whole.
+
+    Chunks that none does, for they were cut or left out, are misses of the first one.
+    """
+    held = [[text for text in hints if _holds(each, text)] for each in packed]
+    whole = {text for texts in held for text in texts}
+    held[0] += [text for text in hints if text not in whole]
+    return [tuple(hints[text] for text in texts) for texts in held]
 
 
 def _advance(plan: Plan, answer: str | None) -> tuple[Call, bool]:

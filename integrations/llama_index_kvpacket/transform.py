@@ -11,6 +11,7 @@ from llama_index.core.schema import BaseNode, TransformComponent
 
 from kvpacket_rag import KVPacketEngine, KVPacketError
 from llama_index_kvpacket.beside import DEFAULT_OWNER, replace_packets
+from llama_index_kvpacket.parameters import require_engine
 
 PACKET_ID_KEY = "kvpacket_id"  # in a node's metadata; hidden from prompts and embeddings
 
@@ -46,6 +47,7 @@ class KVPacketTransform(TransformComponent):
     _engine: KVPacketEngine = PrivateAttr()
 
     def __init__(self, engine: KVPacketEngine, packet_text_key: str = "", owner: str = DEFAULT_OWNER) -> None:
+        require_engine(type(self).__name__, engine)
         origin: dict[str, Any] = {"model_name": engine.model_name, "signature": engine.signature.to_json()}
         super().__init__(**origin | {"packet_text_key": packet_text_key, "owner": owner})
         self._engine = engine

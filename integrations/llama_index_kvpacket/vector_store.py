@@ -8,7 +8,6 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.indices.query.embedding_utils import get_top_k_mmr_embeddings
 from llama_index.core.schema import BaseNode
@@ -24,13 +23,14 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvpacket_rag import Chunk, DiskStore, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
-from llama_index_kvpacket.nodes import matches, query_filter, to_chunk, to_node
+from llama_index_kvpacket.nodes import matches, query_filter, require_nodes, to_chunk, to_node
 from llama_index_kvpacket.packets import NodePackets, load_engine
-from llama_index_kvpacket.parameters import require_known
+from llama_index_kvpacket.parameters import require_engine, require_known, require_names
 from llama_index_kvpacket.persistence import copy_to, open_index, read_pointer, require_local, write_pointer
+from llama_index_kvpacket.versions import StoredVersions
 
 logger = logging.getLogger(__name__)
-_LOADING = ("model_name", "adapter", "device", "device_map", "dtype", "min_match_tokens")
+_LOADING = "model_name adapter device device_map dtype model_kwargs tokenizer_kwargs min_match_tokens".split()
 
 
 class KVPacketVectorStore(BasePydanticVectorStore):
@@ -50,7 +50,8 @@ class KVPacketVectorStore(BasePydanticVectorStore):
             made of it. None for what a stored index was built with, ``""`` for the node's own text.
         reencode: encode the chunks of a stored index anew if this engine has no packets of them.
         progress: called with tokens done and tokens in all while nodes are encoded.
-        loading: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``min_match_tokens`` of an engine to be loaded.
+        loading: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``model_kwargs``, ``tokenizer_kwargs`` and
+            ``min_match_tokens`` of an engine to be loaded.
 
     Raises:
         PacketMismatchError: the index was built with another model, adapter or dtype.
@@ -68,6 +69,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
 
     _index: PacketIndex = PrivateAttr()
     _packets: NodePackets = PrivateAttr()
+    _versions: StoredVersions = PrivateAttr()
 
     def __init__(
         self,
@@ -80,16 +82,19 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         progress: Callable[[int, int], None] | None = None,
         **loading: Any,
     ) -> None:
+        if engine is not None:
+            require_engine(type(self).__name__, engine)
         require_known(type(self).__name__, loading, () if engine else _LOADING)
         fields: dict[str, Any] = {"path": str(path) if path is not None else None, "kind": kind}
         super().__init__(**fields)
-        folder = Path(path).expanduser() if path is not None else None
+        folder = Path(path).expanduser().absolute() if path is not None else None  # the process may move on
         self._index = open_index(folder, kind)
         try:
             engine = engine or load_engine(self._index, folder, loading)
             self._packets = NodePackets(engine, self._index, folder, packet_text_key, progress)
             self._packets.open(reencode)
             self.packet_text_key = self._packets.text_key
+            self._versions = StoredVersions(self._index)
         except BaseException:
             self._index.close()
             raise
@@ -112,6 +117,11 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode and store nodes; those whose ids are known are replaced, and a text that is known is not encoded.
 
+        A document that an index without its docstore takes for new, since ``VectorStoreIndex.from_vector_store`` gave
+        it an empty one, does not stand beside its old self: the rows that this object found stored go if they are of
+        another version of the document, by the hash that a node tells of its source, or the same pieces of the same
+        one. What was added through this object since stays until LlamaIndex deletes it, as in any vector store.
+
         Returns:
             The ids of the nodes.
 
@@ -119,14 +129,17 @@ class KVPacketVectorStore(BasePydanticVectorStore):
             DocumentError: a node has no embedding, or more text than the model's window. None was stored.
             StoreError: embeddings of other dimensions, or no room. None was stored.
         """
-        chunks = {node.node_id: to_chunk(node) for node in nodes}
-        for name, chunk in list(chunks.items()):
-            if not self._packets.text_of(chunk).strip():
-                logger.warning("node %s of document %r holds no text and is left out", name, chunk.document_id)
-                del chunks[name]
+        chunks = {node.node_id: to_chunk(node) for node in require_nodes(nodes)}
+        blank = [name for name, chunk in chunks.items() if not self._packets.text_of(chunk).strip()]
+        for name in blank:
+            logger.warning("node %s of document %r holds no text and is left out", name, chunks.pop(name).document_id)
         vectors = {node.node_id: self._vector(node) for node in nodes if node.node_id in chunks}
-        if chunks:
-            self._packets.put(list(chunks.values()), np.array([vectors[name] for name in chunks], np.float32))
+        with self._packets.ownership.threads:
+            gone = self._versions.replaced_by(nodes)
+            self._packets.put(list(chunks.values()), [vectors[name] for name in chunks], [*gone, *blank])
+            self._versions.forget(nodes, gone)
+        if gone:
+            logger.info("%d stored nodes were replaced by those of the same documents that came now", len(gone))
         return [node.node_id for node in nodes]
 
     def _vector(self, node: BaseNode) -> list[float]:
@@ -172,7 +185,8 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         return [to_node(chunk) for chunk in self._select(node_ids, filters)]
 
     def _select(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> Iterable[Chunk]:
-        chunks = self._index.get(node_ids) if node_ids is not None else (chunk for chunk, _ in self._index.rows())
+        named = self._index.get(require_names("node_ids", node_ids)) if node_ids is not None else None
+        chunks = (chunk for chunk, _ in self._index.rows()) if named is None else named
         return [chunk for chunk in chunks if matches(chunk, filters)]
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
@@ -216,8 +230,8 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         """
         require_local(fs)
         pointer = Path(persist_path)
-        folder = Path(self.path).expanduser() if self.path else pointer.with_suffix(".kvpacket")
-        if not self.path or not isinstance(self.engine.store, DiskStore):
+        folder = self._packets.folder or pointer.with_suffix(".kvpacket")
+        if not self._packets.folder or not isinstance(self.engine.store, DiskStore):
             copy_to(folder, self._packets)
         write_pointer(pointer, folder)
 
