@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -28,6 +29,13 @@ CHUNKS = [
     "Refunds are paid within nine working days to the card that was charged, never in cash and never as credit.",
     "The controller shows error E41 when the door sensor has been silent for more than ninety seconds in a row.",
 ]
+
+
+@pytest.fixture(autouse=True)
+def _no_documents_of_other_tests() -> None:
+    """What LangChain's retrievers found is known to the whole process."""
+    if module := sys.modules.get("langchain_kvpacket.retrieved"):
+        module.RETRIEVED.clear()
 
 
 @pytest.fixture(scope="session")

@@ -142,19 +142,23 @@ def across_tokens(pieces: list[str]) -> str:
 def lent_contexts(engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch) -> Iterator[set[int]]:
     """Which contexts of the engine are lent out, as it goes."""
     pool, lent = engine.backbone.pool, set[int]()
-    take, give_back = pool.take, pool.give_back
+    give_back = pool.give_back
 
-    def taken(*args: int, **kwargs: int):  # type: ignore[no-untyped-def]
-        context = take(*args, **kwargs)
-        lent.add(id(context))
-        return context
+    def noting(take: Any) -> Any:
+        def taken(*args: Any, **kwargs: Any) -> Any:
+            if context := take(*args, **kwargs):
+                lent.add(id(context))
+            return context
+
+        return taken
 
     def given(context):  # type: ignore[no-untyped-def]
         lent.discard(id(context))
         give_back(context)
 
     with monkeypatch.context() as patch:
-        patch.setattr(pool, "take", taken)
+        for name in ("take", "take_filled"):
+            patch.setattr(pool, name, noting(getattr(pool, name)))
         patch.setattr(pool, "give_back", given)
         yield lent
 

@@ -1,18 +1,18 @@
-"""Scripts written for langchain-huggingface's local classes run after changing the import and the class names."""
+"""Arguments of langchain-huggingface's local classes keep their meaning, or are refused by name."""
 
 from __future__ import annotations
 
 import json
+import pickle
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
 import pytest
 import torch
 from conftest import CHUNKS
-from langchain_core.documents import Document
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
-from langchain_kvpacket import ChatKVPacket, KVPacketEmbeddings, KVPacketLLM
-from langchain_samples import WordEmbeddings, across_tokens, chat_about
+from langchain_kvpacket import ChatKVPacket, KVPacketLLM
+from langchain_samples import across_tokens, chat_about
 from pydantic import ValidationError
 from transformers import pipeline
 
@@ -27,92 +27,6 @@ def _no_engines_of_other_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("langchain_kvpacket.lazy_engine._asked_for", WeakSet())
 
 
-TEXT_SCRIPT = """
-from langchain_core.output_parsers import StrOutputParser
-from langchain_core.prompts import PromptTemplate
-from langchain_core.runnables import RunnablePassthrough
-from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_huggingface import HuggingFacePipeline
-
-llm = HuggingFacePipeline.from_model_id(
-    model_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-    task="text-generation",
-    device=-1,
-    batch_size=2,
-    model_kwargs={"torch_dtype": torch.float32, "trust_remote_code": False},
-    pipeline_kwargs={
-        "max_new_tokens": 24, "do_sample": False, "repetition_penalty": 1.03, "return_full_text": False, "top_k": 10
-    },
-)
-store = InMemoryVectorStore.from_documents(documents, embeddings)
-prompt = PromptTemplate.from_template("Answer from this context:\\n{context}\\n\\nQuestion: {question}\\nAnswer:")
-retriever = store.as_retriever(search_kwargs={"k": 2})
-context = retriever | (lambda found: "\\n\\n".join(document.page_content for document in found))
-chain = {"context": context, "question": RunnablePassthrough()} | prompt | llm.bind(skip_prompt=True)
-answer = (chain | StrOutputParser()).invoke(question)
-result = llm.generate([prompt.format(context=context.invoke(question), question=question)])
-print(result.generations[0][0].generation_info)
-"""
-CHAT_SCRIPT = """
-from langchain_core.messages import HumanMessage, SystemMessage
-from langchain_core.vectorstores import InMemoryVectorStore
-from langchain_huggingface import ChatHuggingFace, HuggingFacePipeline
-
-llm = HuggingFacePipeline.from_model_id(
-    model_id="HuggingFaceTB/SmolLM2-135M-Instruct",
-    task="text-generation",
-    device_map="cpu",
-    pipeline_kwargs=dict(max_new_tokens=24, do_sample=False, repetition_penalty=1.03),
-)
-chat = ChatHuggingFace(llm=llm, verbose=False)
-store = InMemoryVectorStore.from_documents(documents, embeddings)
-found = store.similarity_search(question, k=2)
-text = "\\n\\n".join(document.page_content for document in found)
-message = chat.invoke([SystemMessage(content="Answer from:\\n\\n" + text), HumanMessage(content=question)])
-answer = message.content
-print(message.response_metadata)
-"""
-RENAMED = {
-    "langchain_core.vectorstores import InMemory": "langchain_kvpacket import KVPacket",
-    "InMemoryVectorStore": "KVPacketVectorStore",
-    "langchain_huggingface": "langchain_kvpacket",
-    "ChatHuggingFace": "ChatKVPacket",
-    "HuggingFacePipeline": "KVPacketLLM",
-}
-
-
-def run(script: str, embeddings: Any) -> dict[str, Any]:
-    for old, new in RENAMED.items():
-        script = script.replace(old, new)
-    scope: dict[str, Any] = {
-        "torch": torch,
-        "documents": [Document(text) for text in CHUNKS],
-        "embeddings": embeddings,
-        "question": "Who signed the lease of the harbour office?",
-    }
-    exec(compile(script, "script", "exec"), scope)
-    return scope
-
-
-@pytest.mark.parametrize("script", [TEXT_SCRIPT, CHAT_SCRIPT])
-def test_a_script_answers_from_packets_and_prints_reuse(
-    script: str, engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-):
-    monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: engine)
-    scope = run(script, WordEmbeddings())
-    printed = capsys.readouterr().out
-    assert scope["answer"] and scope["llm"].engine is scope["store"].engine is engine
-    assert "'chunks_reused': 2" in printed and "'misses': []" in printed
-    assert all(scope["llm"].model_copy().get_num_tokens(text) > 9 for text in CHUNKS)
-
-
-@pytest.mark.model
-@pytest.mark.parametrize("script", [TEXT_SCRIPT, CHAT_SCRIPT])
-def test_a_script_is_answered_by_the_real_model_from_packets(script: str, capsys: pytest.CaptureFixture[str]):
-    scope = run(script, KVPacketEmbeddings())
-    assert scope["answer"].strip() and "'chunks_reused': 2" in capsys.readouterr().out
-
-
 @pytest.mark.parametrize(
     ("arguments", "expected"),
     [
@@ -120,6 +34,11 @@ def test_a_script_is_answered_by_the_real_model_from_packets(script: str, capsys
         ({"pipeline_kwargs": {"max_new_tokens": 9}, "max_tokens": 3}, {"max_tokens": 3}),
         ({"pipeline_kwargs": {"do_sample": False, "temperature": 0.7}}, {"temperature": 0.0}),
         ({"pipeline_kwargs": {"do_sample": True}}, {"temperature": 1.0}),
+        ({"model_kwargs": {"temperature": 0.2}, "pipeline_kwargs": {"do_sample": True}}, {"temperature": 0.2}),
+        ({"pipeline_kwargs": {"do_sample": True}, "temperature": 0.3}, {"temperature": 0.3}),
+        ({"pipeline_kwargs": {"do_sample": False}, "temperature": 0.3}, {"temperature": 0.3}),
+        ({"model_kwargs": {"temperature": 0.2}, "pipeline_kwargs": {"do_sample": False}}, {"temperature": 0.0}),
+        ({"pipeline_kwargs": {"do_sample": None, "temperature": 0.3}}, {"temperature": 0.3}),
         (
             {"pipeline_kwargs": {"do_sample": True, "temperature": 0.2, "top_p": 0.9}},
             {"temperature": 0.2, "top_p": 0.9},
@@ -154,7 +73,12 @@ def test_arguments_keep_their_meaning(make: Any, arguments: dict[str, Any], expe
         ({"pipeline_kwargs": {"num_beams": 4}}, "num_beams is 4"),
         ({"pipeline_kwargs": {"max_length": 99}}, "max_length counts the prompt too; pass max_new_tokens"),
         ({"pipeline_kwargs": {"eos_token_id": [2, 3]}}, r"eos_token_id=\[2, 3\] has no counterpart"),
-        ({"model_kwargs": {"load_in_4bit": True}}, "load_in_4bit=True has no counterpart"),
+        ({"model_kwargs": {"load_in_4bit": True}}, "'load_in_4bit', which a model that is loaded by name cannot take"),
+        ({"model_kwargs": {"attn_implementation": "flash_attention_2"}}, "cannot hide packets from each other"),
+        ({"pipeline_kwargs": {"do_sample": True, "temperature": 0.0}}, "do_sample is True, but the temperature is 0"),
+        ({"pipeline_kwargs": {"do_sample": True}, "temperature": 0}, "do_sample is True, but the temperature is 0"),
+        ({"pipeline_kwargs": [("num_beams", 1)]}, "pipeline_kwargs is a list, expected a dict"),
+        ({"model_kwargs": "bfloat16"}, "model_kwargs is a str, expected a dict"),
         ({"device_map": {"model.embed": 0, "lm_head": 1}}, "packets need the model on one device"),
         ({"task": "summarization"}, "task is 'summarization'"),
         ({"backend": "openvino"}, "backend is 'openvino'"),
@@ -186,11 +110,34 @@ def test_a_call_may_pack_its_arguments(engine: KVPacketEngine):
         llm.invoke("Hi", pipeline_kwargs={"num_beams": 2})
 
 
+def test_to_sample_leaves_a_temperature_that_is_set(engine: KVPacketEngine):
+    warm, greedy = KVPacketLLM(engine=engine, temperature=0.3), KVPacketLLM(engine=engine, temperature=0)
+    assert warm._call(None, {"do_sample": True}).settings.temperature == 0.3
+    assert warm._call(None, {"do_sample": True, "temperature": 0.5}).settings.temperature == 0.5
+    assert warm._call(None, {"do_sample": False}).settings.temperature == 0
+    assert warm._call(None, {"pipeline_kwargs": {"do_sample": False}, "temperature": 0.5}).settings.temperature == 0.5
+    assert KVPacketLLM(engine=engine)._call(None, {"do_sample": True}).settings.temperature == 1
+    with pytest.raises(PromptError, match="the temperature is 0, which draws nothing"):
+        greedy.invoke("Hi", do_sample=True)
+
+
+def test_arguments_for_transformers_reach_it(engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch):
+    asked: list[dict[str, Any]] = []
+    monkeypatch.setattr(KVPacketEngine, "load", lambda _, **options: asked.append(options) or engine)
+    theirs = {"cache_dir": "weights", "token": "hf_secret", "revision": "main", "attn_implementation": "eager"}
+    given = {**theirs, "torch_dtype": torch.float32, "low_cpu_mem_usage": True}
+    llm = KVPacketLLM.from_model_id("gpt-none", model_kwargs=given)
+    assert llm.invoke("Hi") and ChatKVPacket(llm=llm).engine is pickle.loads(pickle.dumps(llm)).engine is engine
+    assert [options["model_kwargs"] for options in asked] == [theirs] and "hf_secret" not in repr(llm)
+    assert KVPacketLLM(model="gpt-none", device="cpu", dtype="float32").engine is engine
+    assert len(asked) == 2 and "model_kwargs" not in asked[1]
+
+
 def test_a_pipeline_gives_its_model_tokenizer_and_settings(backbone: Any):
     made = pipeline("text-generation", model=backbone.model, tokenizer=backbone.tokenizer, max_new_tokens=5)
     llm = KVPacketLLM(pipeline=made)
     llm.engine.encode(CHUNKS)
-    info = llm.generate([CHUNKS[1]]).generations[0][0].generation_info
+    info = llm.generate([f"{CHUNKS[1]} So?"]).generations[0][0].generation_info
     assert llm.engine.backbone.model is backbone.model and info
     assert (info["chunks_reused"], info["token_usage"]["completion_tokens"]) == (1, 5)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -84,3 +86,23 @@ def test_what_was_indexed_is_retrieved_and_reused(store: KVPacketVectorStore, re
     chunk = KVPacketRetriever(vectorstore=store, k=1).invoke(QUESTION)[0].page_content
     message = ChatKVPacket(engine=store.engine, max_tokens=1).invoke(chunk)
     assert chunk == CHUNKS[1] and message.response_metadata["chunks_reused"] == 1
+
+
+def test_threads_that_add_one_id_leave_one_row_and_its_packet(engine: KVPacketEngine):
+    store = KVPacketVectorStore(WordEmbeddings(), engine)
+    stores = [store, KVPacketVectorStore(WordEmbeddings(), engine, store.index)]
+    texts = [f"Version {n} of the lease names another tenant of the harbour office." for n in range(8)]
+    together = threading.Barrier(8)
+
+    def add(n: int) -> None:
+        together.wait(20)
+        stores[n % 2].add_texts([texts[n]], ids=["one"])
+
+    for _ in range(3):
+        with ThreadPoolExecutor(8) as pool:
+            list(pool.map(add, range(8)))
+        (row,) = store.get_by_ids(["one"])
+        assert [known.text for known in engine.store.known(engine.signature)] == [row.page_content]
+        assert len(store) == len(engine.store) == 1
+    store.delete()
+    assert len(engine.store) == 0

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import pytest
@@ -7,9 +8,11 @@ from conftest import CHUNKS
 from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler
 from langchain_core.messages import HumanMessage
+from langchain_core.runnables import RunnablePassthrough
 from langchain_kvpacket import ChatKVPacket, KVPacketLLM
 from langchain_samples import across_tokens, lent_contexts
 from templates import tokenizer_with
+from transformers import pipeline
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PromptError
 from kvpacket_rag.backbone import Backbone
@@ -43,6 +46,48 @@ def test_a_raw_prompt_or_a_model_without_template_takes_the_text_as_it_is(
     assert expected.text != llm.invoke(PROMPT, max_tokens=9)
 
 
+def test_what_a_pipelines_user_writes_is_read_as_it_stands(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: llm.engine)
+    asked = "Who signed it?"
+    expected = llm.engine.generate(asked, GenerationSettings(9)).text
+    backbone = llm.engine.backbone
+    made = pipeline("text-generation", model=backbone.model, tokenizer=backbone.tokenizer)
+    by_name = KVPacketLLM.from_model_id("some-model", "text-generation", pipeline_kwargs={"max_new_tokens": 9})
+    assert by_name.invoke(asked) == KVPacketLLM(pipeline=made, max_tokens=9).invoke(asked) == expected
+    templated = KVPacketLLM.from_model_id("some-model", raw=False, max_tokens=9)
+    assert templated.invoke(asked) == llm.invoke(asked, max_tokens=9) != expected
+
+
+FINAL = f"<|im_start|>user\n{PROMPT}<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_a_prompt_that_is_in_the_template_already_is_read_as_it_stands(
+    llm: KVPacketLLM, caplog: pytest.LogCaptureFixture
+):
+    expected = llm.engine.generate(FINAL, GenerationSettings(24))
+    with caplog.at_level(logging.INFO):
+        assert llm.invoke(FINAL) == "".join(llm.stream(FINAL)) == expected.text
+    assert caplog.text.count("are in the model's chat template already") == 1 and expected.usage.chunks_reused == 2
+    doubled = llm.engine.generate([Message("user", FINAL)], GenerationSettings(24)).text
+    assert KVPacketLLM(engine=llm.engine, raw=False, max_tokens=24).invoke(FINAL) == doubled != expected.text
+
+
+@pytest.mark.parametrize("text", [f"<|im_start|>user\n{PROMPT}", f"{PROMPT}<|im_end|>", f"Hi\n{FINAL}"])
+def test_control_strings_alone_are_text_that_is_told_of_once(
+    llm: KVPacketLLM, text: str, caplog: pytest.LogCaptureFixture
+):
+    expected = llm.engine.generate([Message("user", text)], GenerationSettings(24)).text
+    assert llm.invoke(text) == llm.invoke(text) == expected
+    assert caplog.text.count("which the model reads as plain text; pass raw=True") == 1
+
+
+def test_templates_without_control_tokens_are_known_too(llm: KVPacketLLM):
+    plain = "{% for m in messages %}USER: {{ m['content'] }}\n{% endfor %}{% if add_generation_prompt %}BOT:{% endif %}"
+    asked = KVPacketLLM(engine=llm.engine, max_tokens=9, chat_template_kwargs={"chat_template": plain})
+    expected = llm.engine.generate("USER: Who?\nBOT:", GenerationSettings(9)).text
+    assert asked.invoke("USER: Who?\nBOT:") == asked.invoke("Who?") == expected
+
+
 async def test_every_way_to_ask_gives_the_same_text(llm: KVPacketLLM):
     text = llm.invoke(PROMPT)
     assert await llm.ainvoke(PROMPT) == "".join(llm.stream(PROMPT)) == text
@@ -64,6 +109,27 @@ async def test_usage_is_summed_over_prompts_and_told_for_each(llm: KVPacketLLM):
         facts = [generations[0].generation_info or {} for generations in result.generations]
         assert [fact["chunks_reused"] for fact in facts] == [2, 0]
         assert [fact["finish_reason"] for fact in facts] == ["length", "length"]
+
+
+async def test_the_last_answers_usage_is_at_hand(llm: KVPacketLLM):
+    assert llm.last_usage is None
+    usage = llm.engine.generate([Message("user", PROMPT)], GenerationSettings(24)).usage
+    expected = {"chunks_reused": 2, "misses": [], "completion_tokens": 24, "packet_tokens": usage.packet_tokens}
+    asks = [
+        llm.invoke,
+        (RunnablePassthrough() | llm.bind(stop=["never"])).invoke,
+        lambda prompt: list(llm.stream(prompt)),
+    ]
+    for ask in asks:
+        ask("Hi")
+        assert llm.last_usage and llm.last_usage["chunks_reused"] == 0
+        ask(PROMPT)
+        assert llm.last_usage and {name: llm.last_usage[name] for name in expected} == expected
+    await llm.ainvoke("Hi")
+    assert llm.last_usage["chunks_reused"] == 0 and llm.model_copy().last_usage == llm.last_usage
+    chat = ChatKVPacket(llm=llm)
+    message = chat.invoke(PROMPT)
+    assert chat.last_usage and chat.last_usage["total_tokens"] == message.usage_metadata["total_tokens"]  # type: ignore[index]
 
 
 async def test_a_stop_text_across_two_tokens_ends_the_answer_before_it(llm: KVPacketLLM):

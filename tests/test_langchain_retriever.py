@@ -13,7 +13,7 @@ from langchain_kvpacket import ChatKVPacket, KVPacketRetriever, KVPacketVectorSt
 from langchain_samples import QUESTION, WordEmbeddings, documents
 from pydantic import ValidationError
 
-from kvpacket_rag import KVPacketEngine
+from kvpacket_rag import KVPacketEngine, StoreError
 
 
 @pytest.fixture
@@ -39,6 +39,10 @@ async def test_it_finds_what_the_vector_store_finds(store: KVPacketVectorStore):
         {"filter": {"row": 2}},
         {"search_type": "mmr", "k": 2, "fetch_k": 3, "lambda_mult": 0.0},
         {"search_type": "similarity_score_threshold", "score_threshold": 0.8},
+        {"search_kwargs": {"k": 1}},
+        {"search_kwargs": {"k": 2, "filter": {"row": 2}}},
+        {"search_type": "mmr", "search_kwargs": {"k": 2, "fetch_k": 3, "lambda_mult": 0.0}},
+        {"search_type": "similarity_score_threshold", "search_kwargs": {"score_threshold": 0.8, "k": 3}},
     ],
 )
 async def test_an_option_means_the_same_in_constructor_and_call(store: KVPacketVectorStore, options: dict[str, Any]):
@@ -46,14 +50,19 @@ async def test_an_option_means_the_same_in_constructor_and_call(store: KVPacketV
     found = KVPacketRetriever(vectorstore=store, **options).invoke(QUESTION)
     assert plain.invoke(QUESTION, **options) == await plain.ainvoke(QUESTION, **options) == found
     assert ids(found) != ids(plain.invoke(QUESTION))
-    arguments = {name: value for name, value in options.items() if name != "search_type"}
+    arguments = {name: value for name, value in options.items() if not name.startswith("search")}
+    arguments |= options.get("search_kwargs", {})
     assert found == store.search(QUESTION, options.get("search_type", "similarity"), **arguments)
+    assert found == store.as_retriever(
+        search_type=options.get("search_type", "similarity"), search_kwargs=arguments
+    ).invoke(QUESTION)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"top_k": 3}, "top_k"),
+        ({"top_k": 3}, "there is no top_k here; it takes k, filter, fetch_k, .* and search_kwargs"),
+        ({"search_kwargs": ["k"]}, "search_kwargs is a list, expected a dict"),
         ({"k": 0}, "greater than or equal to 1"),
         ({"search_type": "nearest"}, "search_type"),
         ({"search_type": "similarity_score_threshold"}, "needs a score_threshold"),
@@ -65,6 +74,28 @@ def test_an_option_without_a_meaning_is_refused(store: KVPacketVectorStore, opti
         KVPacketRetriever(vectorstore=store, **options)
     with pytest.raises(ValidationError, match=message):
         KVPacketRetriever(vectorstore=store).invoke(QUESTION, **options)
+
+
+def test_a_retriever_or_a_model_in_place_of_its_part_is_told(store: KVPacketVectorStore):
+    with pytest.raises(ValidationError, match=r"is a VectorStoreRetriever, .* pass retriever\.vectorstore"):
+        KVPacketRetriever(vectorstore=store.as_retriever())
+    with pytest.raises(ValidationError, match="vectorstore is a str, expected a LangChain vector store"):
+        KVPacketRetriever(vectorstore="chroma")
+    with pytest.raises(ValidationError, match=r"engine is a ChatKVPacket; pass its engine"):
+        KVPacketRetriever(vectorstore=store, engine=ChatKVPacket(engine=store.engine))
+    with pytest.raises(ValidationError, match="k is given twice"):
+        KVPacketRetriever(vectorstore=store, k=3, search_kwargs={"k": 2})
+
+
+def test_what_only_the_vector_store_knows_reaches_it(store: KVPacketVectorStore, monkeypatch: pytest.MonkeyPatch):
+    asked: list[dict[str, Any]] = []
+    search = store.similarity_search
+    monkeypatch.setattr(store, "similarity_search", lambda q, k, **more: asked.append(more) or search(q, k))
+    retriever = KVPacketRetriever(vectorstore=store, search_kwargs={"namespace": "a", "k": 2})
+    assert len(retriever.invoke(QUESTION)) == 2 and len(retriever.invoke(QUESTION, search_kwargs={"k": 1})) == 1
+    assert asked == [{"namespace": "a"}] * 2
+    with pytest.raises(StoreError, match="unknown argument namespace"):
+        KVPacketRetriever(vectorstore=store, search_kwargs={"namespace": "a"}, search_type="mmr").invoke(QUESTION)
 
 
 async def test_what_another_vector_store_finds_gets_its_packets(engine: KVPacketEngine):

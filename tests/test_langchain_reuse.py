@@ -17,6 +17,7 @@ from langchain_core.messages import HumanMessage
 from langchain_kvpacket import ChatKVPacket, KVPacketLLM, KVPacketVectorStore, format_docs
 from langchain_kvpacket.lazy_engine import EngineOptions, load_engine
 from langchain_samples import QUESTION, WordEmbeddings, chat_about, documents
+from pydantic import ValidationError
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PacketMissError, StoreError
 
@@ -127,6 +128,35 @@ def test_a_store_without_engine_is_over_the_one_its_models_are_over(
     gc.collect()
     twin = KVPacketLLM.from_model_id("other", device=-1)
     assert twin.engine is KVPacketVectorStore(WordEmbeddings()).engine is soft_engine is other.engine
+
+
+def test_a_model_that_could_not_be_made_or_is_gone_does_not_count(engine: KVPacketEngine):
+    with pytest.raises(ValidationError) as failed:
+        ChatKVPacket(model="other", max_tokens=0)
+    circle: list[Any] = [ChatKVPacket(model="another")]
+    circle.append(circle)
+    del circle
+    chat = ChatKVPacket(engine=engine)
+    assert KVPacketVectorStore(WordEmbeddings()).engine is chat.engine is engine and failed.traceback
+
+
+def test_a_folder_is_one_place_wherever_the_process_is(
+    chat: ChatKVPacket, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    loaded: list[Any] = []
+    monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **o: loaded.append(o["store"]) or make())
+    make = lambda: KVPacketEngine(chat.engine.backbone)  # noqa: E731
+    (tmp_path / "there").mkdir()
+    monkeypatch.chdir(tmp_path)
+    first = ChatKVPacket(model="placed", store="library")
+    options = EngineOptions("placed", store=Path("library"))
+    monkeypatch.chdir("there")
+    copies = [pickle.loads(pickle.dumps(first)), ChatKVPacket(**first.model_dump()), ChatKVPacket(llm=first)]
+    copies.append(ChatKVPacket(model="placed", store=tmp_path / "library"))
+    assert all(copy.engine is first.engine is load_engine(options) for copy in copies)
+    other = ChatKVPacket(model="placed", store="library")
+    assert other.engine is not first.engine
+    assert loaded == [str(tmp_path / "library"), str(tmp_path / "there" / "library")]
 
 
 def test_the_default_adapter_is_the_one_that_ships(monkeypatch: pytest.MonkeyPatch, chat: ChatKVPacket):

@@ -13,8 +13,8 @@ from langchain_kvpacket import KVPacketEmbeddings, KVPacketVectorStore
 from langchain_kvpacket.embeddings import LangChainEmbedder
 from langchain_samples import QUESTION, WordEmbeddings, documents
 
-from kvpacket_rag import Document as KVDocument
 from kvpacket_rag import (
+    Chunk,
     DocumentError,
     KVPacketEngine,
     KVPacketError,
@@ -23,6 +23,7 @@ from kvpacket_rag import (
     PacketMismatchError,
     StoreError,
 )
+from kvpacket_rag import Document as KVDocument
 
 
 @pytest.fixture
@@ -268,3 +269,13 @@ def test_the_projects_embedder_serves_as_embeddings(engine: KVPacketEngine):
     assert embeddings.embed_documents(["ab"]) == [[0.5, 2.0]] and embeddings.embed_query("?") == [0.5, 1.0]
     store = KVPacketVectorStore.from_texts(CHUNKS, embeddings, engine=engine)
     assert store.index.get_setting("embedder") == "halves"
+
+
+def test_of_a_row_that_llama_index_wrote_users_see_their_own_metadata_alone(store: KVPacketVectorStore):
+    theirs = {"_node_content": "{}", "_node_type": "TextNode", "document_id": "a", "doc_id": "a", "ref_doc_id": "a"}
+    chunk = Chunk("n1", "A node's text that is about the ferry.", "a", {**theirs, "page": 3})
+    store.index.add([chunk], [WordEmbeddings().embed_query(chunk.text)], store.engine.encode([chunk.text]))
+    assert store.get_by_ids(["n1"])[0].metadata == {"page": 3}
+    assert texts_of(store.similarity_search("ferry", filter={"page": 3})) == [chunk.text]
+    store.add_texts(["A text of one's own."], [{"doc_id": "mine"}], ids=["own"])
+    assert store.get_by_ids(["own"])[0].metadata == {"doc_id": "mine"}

@@ -18,8 +18,9 @@ from langchain_core.runnables import Runnable
 from pydantic import ConfigDict
 
 from kvpacket_rag import Answer, AnswerStream, PromptError
+from langchain_kvpacket.call import answer_facts
 from langchain_kvpacket.messages import to_messages
-from langchain_kvpacket.options import EngineFields, answer_facts
+from langchain_kvpacket.options import EngineFields
 from langchain_kvpacket.tools import CallSyntax, Tool, to_tools
 
 
@@ -79,8 +80,9 @@ class ChatKVPacket(EngineFields, BaseChatModel):
         {'input_tokens': 179, 'output_tokens': 19, 'total_tokens': 198, 'input_token_details': {'cache_read': 47}}
 
     Response metadata:
-        ``response_metadata`` has chunks_reused, packet_tokens, prefilled_tokens, misses (with reasons),
-        timings (seconds), finish_reason and model_name.
+        ``response_metadata`` has chunks_reused, packet_tokens, preamble_tokens, prefilled_tokens, misses (with
+        reasons), timings (seconds), finish_reason and model_name. ``chat.last_usage`` tells of the answer that was
+        finished last.
     """
 
     model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
@@ -131,7 +133,7 @@ class ChatKVPacket(EngineFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> ChatResult:
-        stream, syntax = self._start(messages, stop, kwargs)
+        stream, syntax = self._begin(messages, stop, kwargs)
         answer = stream.read_all()
         text, calls = syntax.read(answer.text) if syntax else (answer.text, [])
         facts = answer_facts(self.model, answer)
@@ -155,7 +157,7 @@ class ChatKVPacket(EngineFields, BaseChatModel):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[ChatGenerationChunk]:
-        stream, syntax = self._start(messages, stop, kwargs)
+        stream, syntax = self._begin(messages, stop, kwargs)
         told = ""
         try:
             for piece in _certain(stream, syntax):
@@ -174,7 +176,7 @@ class ChatKVPacket(EngineFields, BaseChatModel):
         )
         yield _reported(last, run_manager)
 
-    def _start(
+    def _begin(
         self, messages: Sequence[BaseMessage], stop: list[str] | None, kwargs: Mapping[str, Any]
     ) -> tuple[AnswerStream, CallSyntax | None]:
         """An answer on its way, and how calls are written in it, if there are tools to call."""
@@ -184,7 +186,7 @@ class ChatKVPacket(EngineFields, BaseChatModel):
         if tools:
             call = replace(call, template_kwargs={**call.template_kwargs, "tools": tools})
             syntax = CallSyntax.of(self.engine, call.template_kwargs)
-        return call.stream(self.engine, to_messages(messages)), syntax
+        return self._start(call, to_messages(messages)), syntax
 
 
 def _certain(stream: AnswerStream, syntax: CallSyntax | None) -> Iterator[str]:
@@ -219,5 +221,5 @@ def _usage(answer: Answer) -> UsageMetadata:
         input_tokens=usage.prompt_tokens,
         output_tokens=usage.completion_tokens,
         total_tokens=usage.prompt_tokens + usage.completion_tokens,
-        input_token_details=InputTokenDetails(cache_read=usage.packet_tokens),
+        input_token_details=InputTokenDetails(cache_read=usage.packet_tokens + usage.preamble_tokens),
     )

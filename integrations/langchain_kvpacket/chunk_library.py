@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +21,13 @@ from kvpacket_rag import (
     PacketSignature,
     StoreError,
 )
-from kvpacket_rag.journal import OWNER_PREFIX
+from kvpacket_rag.journal import OWNER_PREFIX, change_lock
+from langchain_kvpacket.retrieved import RETRIEVED
 
 _PAGE = 64  # chunks copied at a time
+# Of threads that change one index, over however many libraries.
+_turns: WeakKeyDictionary[PacketIndex, threading.RLock] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 class ChunkLibrary:
@@ -34,7 +41,8 @@ class ChunkLibrary:
         engine: makes and keeps the packets.
         index: of rows and vectors.
         embedder: the one the index was built with.
-        own_packets: the engine's store serves this index alone.
+        folder: of the index and of its packets, where processes take turns; None if the engine's store may serve other
+            indexes too.
 
     Raises:
         PacketMismatchError: the index's packets are of another model, adapter or dtype.
@@ -42,15 +50,18 @@ class ChunkLibrary:
     """
 
     def __init__(
-        self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder, own_packets: bool = False
+        self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder, folder: str | Path | None = None
     ) -> None:
         self.engine = engine
         self.index = index
         self.embedder = embedder
         self._claim(index)
         if index.get_setting(OWNER_PREFIX) is None and not len(index):
-            index.set_setting(OWNER_PREFIX, "" if own_packets else f"{uuid.uuid4()}/")
+            index.set_setting(OWNER_PREFIX, f"{uuid.uuid4()}/" if folder is None else "")
         self._prefix = index.get_setting(OWNER_PREFIX) or ""
+        self._processes = None if folder is None else change_lock(folder)
+        with _making:
+            self._threads = _turns.setdefault(index, threading.RLock())
 
     def put(self, chunks: Sequence[Chunk]) -> None:
         """Add chunks, or replace those whose ids are known; all or none.
@@ -64,6 +75,10 @@ class ChunkLibrary:
             DocumentError: a text is empty or too long.
             StoreError: metadata cannot be stored, or the files cannot be written.
         """
+        with self._changing():
+            self._put(chunks)
+
+    def _put(self, chunks: Sequence[Chunk]) -> None:
         ids = [chunk.chunk_id for chunk in chunks]
         old = {chunk.chunk_id: chunk for chunk in self.index.get(ids)}
         vectors = self._embed(chunks, old)
@@ -72,6 +87,7 @@ class ChunkLibrary:
             packets = self.engine.encode([chunk.text for chunk in chunks], guards)
             self.index.add(chunks, vectors, packets)
             changed = [c.chunk_id for c in chunks if old.get(c.chunk_id, c).text.strip() != c.text.strip()]
+            RETRIEVED.forget(old[name].text for name in changed)
             self.engine.drop_owners(self._owners(changed))
             for packet, owner in zip(packets, self._owners(ids), strict=True):
                 self.engine.store.add_owner(packet, owner)
@@ -80,11 +96,13 @@ class ChunkLibrary:
 
     def delete(self, ids: Iterable[str] | None) -> None:
         """Delete chunks, and packets that no other chunk needs; None deletes all, unknown ids are no error."""
-        names = [chunk.chunk_id for chunk, _ in self.index.rows()] if ids is None else list(ids)
-        # Rows first: a packet without a row is only waste, a row without a packet would be read in full.
-        self.index.delete(names)
-        # Owners of all names, for a process that was killed here or in put() may have left some without a row.
-        self.engine.drop_owners([*self._owners(names), *self._guards(names)])
+        with self._changing():
+            names = [chunk.chunk_id for chunk, _ in self.index.rows()] if ids is None else list(ids)
+            RETRIEVED.forget(chunk.text for chunk in self.index.get(names))
+            # Rows first: a packet without a row is only waste, a row without a packet would be read in full.
+            self.index.delete(names)
+            # Owners of all names, for a process that was killed here or in put() may have left some without a row.
+            self.engine.drop_owners([*self._owners(names), *self._guards(names)])
 
     def copy_to(self, folder: str | Path) -> None:
         """Copy rows, vectors and packets into a folder.
@@ -112,6 +130,12 @@ class ChunkLibrary:
         for chunk, packet in zip(chunks, found, strict=True):
             packets.put(self.engine.store.get(packet, self.engine.signature), chunk.text.strip(), chunk.chunk_id)
         index.add(chunks, self.index.vectors(ids), found)
+
+    @contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Inside the ``with`` block no other thread, nor process of the same folder, changes rows and owners."""
+        with self._threads, self._processes or nullcontext():
+            yield
 
     def _claim(self, index: PacketIndex) -> None:
         """Refuse an index that was built with something else; write into a new one what it is built with."""

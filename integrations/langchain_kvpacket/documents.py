@@ -8,14 +8,23 @@ from typing import Any
 
 from langchain_core.documents import Document
 
-from kvpacket_rag import Chunk, StoreError
+from kvpacket_rag import Chunk, PromptError, StoreError
+from langchain_kvpacket.checks import listed, require_text
 
+_NODE = "_node_content"
+_OF_LLAMA_INDEX = (_NODE, "_node_type", "document_id", "doc_id", "ref_doc_id")
 Filter = Mapping[str, Any] | Callable[[Document], bool]
 
 
 def format_docs(documents: Iterable[Document]) -> str:
     """The documents' texts with a blank line between them, every one whole: its packet is found by its text."""
-    return "\n\n".join(document.page_content for document in documents)
+    return "\n\n".join(_text(document) for document in documents)
+
+
+def _text(document: Any) -> str:
+    if not isinstance(document, Document):
+        raise PromptError(f"format_docs was given a {type(document).__name__}, expected Documents, as retrievers find")
+    return document.page_content
 
 
 def to_chunks(
@@ -24,22 +33,33 @@ def to_chunks(
     """A chunk for each text; its metadata's ``source``, if any, is the document it was cut from.
 
     Raises:
-        StoreError: there is not one of each.
+        StoreError: there is not one of each, or one is of another kind.
     """
-    for what, values in (("metadatas", metadatas), ("ids", ids)):
-        if values is not None and len(values) != len(texts):
+    named = [None] * len(texts) if ids is None else listed("ids", ids)
+    facts = [{}] * len(texts) if metadatas is None else listed("metadatas", metadatas)
+    for what, values in (("metadatas", facts), ("ids", named)):
+        if len(values) != len(texts):
             raise StoreError(f"{len(values)} {what} came with {len(texts)} texts; give one for each, or none at all")
-    named = [name or str(uuid.uuid4()) for name in ids or [None] * len(texts)]
-    facts = metadatas or [{}] * len(texts)
-    return [
-        Chunk(name, text, str(fact.get("source", "")), dict(fact))
-        for name, text, fact in zip(named, texts, facts, strict=True)
-    ]
+    return [_chunk(*given) for given in zip(texts, facts, named, strict=True)]
+
+
+def _chunk(text: Any, metadata: Any, name: Any) -> Chunk:
+    if metadata is not None and not isinstance(metadata, Mapping):
+        raise StoreError(f"the metadata of a text is a {type(metadata).__name__}, expected a dict")
+    own = dict(metadata or {})
+    chunk_id = str(uuid.uuid4()) if name in (None, "") else require_text("the id of a text", name)
+    return Chunk(chunk_id, require_text("one of the texts", text), str(own.get("source", "")), own)
 
 
 def to_document(chunk: Chunk) -> Document:
     """A document of its own, that callers may change."""
-    return Document(id=chunk.chunk_id, page_content=chunk.text, metadata=dict(chunk.metadata))
+    return Document(id=chunk.chunk_id, page_content=chunk.text, metadata=_metadata(chunk))
+
+
+def _metadata(chunk: Chunk) -> dict[str, Any]:
+    """What users wrote; of a row that LlamaIndex wrote, without what it keeps there for itself."""
+    own = _OF_LLAMA_INDEX if _NODE in chunk.metadata else ()
+    return {name: value for name, value in chunk.metadata.items() if name not in own}
 
 
 def to_condition(wanted: Filter | None) -> Callable[[Chunk], bool] | None:

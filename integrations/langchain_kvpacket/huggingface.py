@@ -11,6 +11,7 @@ from typing import Any
 
 from kvpacket_rag import KVPacketEngine, PromptError
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.pretrained import passed_on
 
 _NAMES = {
     "device": "device",
@@ -45,7 +46,6 @@ _ONLY: dict[str, tuple[Any, ...]] = {
     "task": ("text-generation",),
 }
 _NO_EFFECT = {
-    "attn_implementation",
     "batch_size",
     "clean_up_tokenization_spaces",
     "low_cpu_mem_usage",
@@ -61,29 +61,71 @@ def constructor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of a constructor, theirs unpacked; what is passed by itself counts more than what is packed.
 
     Raises:
-        PromptError: one asks for what cannot be done.
+        KVPacketError: one asks for what cannot be done.
     """
     own = dict(arguments)
-    layers = [
+    return _merged(
         _from_llm(own.pop("llm", None)),
         _from_pipeline(own.pop("pipeline", None)),
         _from_tokenizer(own.pop("tokenizer", None)),
-        _translated(own.pop("model_kwargs", None) or {}),
-        _translated(own.pop("pipeline_kwargs", None) or {}),
+        _from_model_kwargs(_packed(own, "model_kwargs")),
+        _translated(_packed(own, "pipeline_kwargs")),
         _translated(own, is_packed=False),
-    ]
-    return {name: value for layer in layers for name, value in layer.items()}
+    )
 
 
-def call_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
+def call_arguments(arguments: Mapping[str, Any], temperature: float | None) -> dict[str, Any]:
     """Arguments of one call, ``pipeline_kwargs`` unpacked.
+
+    Args:
+        arguments: of the call.
+        temperature: the model's own, which ``do_sample`` leaves as it is, if it can.
 
     Raises:
         PromptError: one asks for what cannot be done.
     """
     own = dict(arguments)
-    packed = _translated(own.pop("pipeline_kwargs", None) or {})
-    return packed | _translated(own, is_packed=False)
+    packed = _translated(_packed(own, "pipeline_kwargs"))
+    return _merged({"temperature": temperature}, packed, _translated(own, is_packed=False))
+
+
+def _packed(arguments: dict[str, Any], name: str) -> Mapping[str, Any]:
+    """Taken out of the arguments."""
+    packed = arguments.pop(name, None)
+    if packed is None:
+        return {}
+    if not isinstance(packed, Mapping):
+        raise PromptError(f"{name} is a {type(packed).__name__}, expected a dict of names and values")
+    return packed
+
+
+def _merged(*layers: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers of arguments as one, later ones first, with ``do_sample`` made a temperature.
+
+    As in transformers, False takes the most likely token whatever the temperature, unless a later layer sets one, and
+    True draws at the temperature that is set, or at 1.
+
+    Raises:
+        PromptError: it is True, and the temperature is 0.
+    """
+    values: dict[str, Any] = {}
+    samples = None
+    for layer in layers:
+        if layer.get("do_sample") is not None:
+            samples = bool(layer["do_sample"])
+        elif layer.get("temperature") is not None and not samples:
+            samples = None
+        values |= {name: value for name, value in layer.items() if name != "do_sample"}
+    if samples is False:
+        values["temperature"] = 0.0
+    elif samples:
+        if values.get("temperature") == 0:
+            raise PromptError(
+                "do_sample is True, but the temperature is 0, which draws nothing; pass a temperature above 0, or "
+                "do_sample=False"
+            )
+        values["temperature"] = values.get("temperature") or 1.0
+    return values
 
 
 def _translated(arguments: Mapping[str, Any], is_packed: bool = True) -> dict[str, Any]:
@@ -98,15 +140,22 @@ def _translated(arguments: Mapping[str, Any], is_packed: bool = True) -> dict[st
                 raise PromptError(f"{name} is {value!r}, and here it can only be {' or '.join(map(repr, _ONLY[name]))}")
         elif name == "max_length":
             raise PromptError("max_length counts the prompt too; pass max_new_tokens, which counts the answer alone")
-        elif name not in _NO_EFFECT and name != "do_sample":
-            if is_packed:
+        elif name not in _NO_EFFECT:
+            if is_packed and name != "do_sample":
                 raise PromptError(f"{name}={value!r} has no counterpart here; leave it out, or use {', '.join(_NAMES)}")
             found[name] = value
-    if arguments.get("do_sample"):
-        found.setdefault("temperature", 1.0)
-    elif arguments.get("do_sample") is False:
-        found["temperature"] = 0.0
     return found
+
+
+def _from_model_kwargs(arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Ours in our words, and the rest for transformers' ``from_pretrained``.
+
+    Raises:
+        KVPacketError: one cannot have its effect.
+    """
+    ours = {name: value for name, value in arguments.items() if name in {*_NAMES, *_ONLY, "do_sample", "max_length"}}
+    theirs, _ = passed_on({name: value for name, value in arguments.items() if name not in ours}, {})
+    return {**_translated(ours), **({"model_kwargs": theirs} if theirs else {})}
 
 
 def _value(name: str, value: Any) -> Any:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import threading
-from dataclasses import dataclass, fields, replace
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, Self
 from weakref import WeakSet, WeakValueDictionary
@@ -26,14 +28,25 @@ class EngineOptions:
     device: str = "auto"
     dtype: str = "auto"
     min_match_tokens: int = MIN_MATCH_TOKENS
+    model_kwargs: Mapping[str, Any] | tuple[tuple[str, Any], ...] = field(default=(), repr=False)
 
     def __post_init__(self) -> None:
         for name in ("store", "adapter"):
-            if isinstance(value := getattr(self, name), Path):
-                object.__setattr__(self, name, str(value))  # the same as the path written as a string
+            object.__setattr__(self, name, absolute(getattr(self, name)))
+        if Path(self.model).expanduser().is_dir():
+            object.__setattr__(self, "model", absolute(self.model))
+        # In one order, so that equal options are equal keys.
+        object.__setattr__(self, "model_kwargs", tuple(sorted(dict(self.model_kwargs).items())))
 
 
-OPTION_NAMES = tuple(field.name for field in fields(EngineOptions))
+def absolute(place: Any) -> Any:
+    """A path as a string that names the same place whatever the working folder is later; all else as it is."""
+    if isinstance(place, Path) or (isinstance(place, str) and place != "auto"):
+        return str(Path(place).expanduser().absolute())
+    return place
+
+
+OPTION_NAMES = tuple(option.name for option in fields(EngineOptions))
 _engines: WeakValueDictionary[EngineOptions, KVPacketEngine] = WeakValueDictionary()
 _asked_for: WeakSet[LazyEngine] = WeakSet()
 _loading = threading.Lock()
@@ -49,7 +62,8 @@ def load_engine(options: EngineOptions) -> KVPacketEngine:
     with _loading:
         engine = _engines.get(exact)
         if engine is None:
-            values = {name: getattr(exact, name) for name in OPTION_NAMES if name != "model"}
+            values = {name: getattr(exact, name) for name in OPTION_NAMES if name not in ("model", "model_kwargs")}
+            values |= {"model_kwargs": dict(exact.model_kwargs)} if exact.model_kwargs else {}
             engine = _engines[exact] = KVPacketEngine.load(options.model, **values)
         return engine
 
@@ -60,15 +74,20 @@ def only_engine() -> KVPacketEngine:
     Raises:
         StoreError: they are over several.
     """
-    with _naming:
-        models = list(_asked_for)
-    asked = {lazy.loaded or _wanted(lazy.options or EngineOptions()): lazy for lazy in models}
-    if len(asked) > 1:
+    if len(_engines_in_use()) > 1:
+        gc.collect()  # models that nobody has any more, but that wait in a circle of references
+    if len(asked := _engines_in_use()) > 1:
         raise StoreError(
             f"models over {len(asked)} different engines are in use, so it must be said which of them the packets are "
             "for; pass the engine of the model that answers, as in engine=chat.engine"
         )
     return next((lazy.get() for lazy in asked.values()), None) or load_engine(EngineOptions())
+
+
+def _engines_in_use() -> dict[KVPacketEngine | EngineOptions, LazyEngine]:
+    with _naming:
+        models = list(_asked_for)
+    return {lazy.loaded or _wanted(lazy.options or EngineOptions()): lazy for lazy in models}
 
 
 def _wanted(options: EngineOptions) -> KVPacketEngine | EngineOptions:
@@ -81,7 +100,9 @@ def _exact(options: EngineOptions) -> EngineOptions:
     """The options with everything looked up that several words can stand for."""
     device = pick_device(options.device)
     dtype = str(pick_dtype(options.dtype, device)).removeprefix("torch.")
-    return replace(options, model=str(resolve_model(options.model)), device=str(device), dtype=dtype)
+    model = resolve_model(options.model)
+    model = str(model.absolute()) if isinstance(model, Path) else model
+    return replace(options, model=model, device=str(device), dtype=dtype)
 
 
 class LazyEngine:
@@ -94,8 +115,6 @@ class LazyEngine:
     def __init__(self, options: EngineOptions) -> None:
         self.options: EngineOptions | None = options
         self._engine: KVPacketEngine | None = None
-        with _naming:
-            _asked_for.add(self)
 
     @classmethod
     def of(cls, engine: KVPacketEngine) -> Self:
@@ -103,6 +122,12 @@ class LazyEngine:
         lazy = cls(EngineOptions(engine.model_name))
         lazy.options, lazy._engine = None, engine
         return lazy
+
+    def take_into_use(self) -> Self:
+        """A model is over it from now on, so that stores can find it: see :func:`only_engine`."""
+        with _naming:
+            _asked_for.add(self)
+        return self
 
     @property
     def loaded(self) -> KVPacketEngine | None:
@@ -119,10 +144,14 @@ class LazyEngine:
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         return self
 
-    def __reduce__(self) -> tuple[type[LazyEngine], tuple[EngineOptions]]:
+    def __reduce__(self) -> tuple[Callable[[EngineOptions], LazyEngine], tuple[EngineOptions]]:
         if self.options is None:
             raise KVPacketError(
                 "a model made from an engine cannot be pickled, for its weights live in this process; make it from "
                 "names instead, as in ChatKVPacket(model=..., store=...), and each process loads its own engine"
             )
-        return LazyEngine, (self.options,)
+        return _unpickled, (self.options,)
+
+
+def _unpickled(options: EngineOptions) -> LazyEngine:
+    return LazyEngine(options).take_into_use()

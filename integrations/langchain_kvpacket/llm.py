@@ -2,31 +2,42 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
-from pydantic import ConfigDict
+from pydantic import ConfigDict, model_validator
 
 from kvpacket_rag import Answer, Message
-from langchain_kvpacket.options import EngineFields, answer_facts
+from langchain_kvpacket.call import Call, Prompt, answer_facts, beside
+from langchain_kvpacket.final_prompt import TemplateMarks
+from langchain_kvpacket.options import EngineFields
+
+_IS_FINAL = "prompts are in the model's chat template already and are read as they stand; raw=True says so for all"
+_HOLDS_CONTROLS = (
+    "a prompt that is put into the model's chat template holds %s, which the model reads as plain text; pass raw=True "
+    "if prompts are final, or raw=False if that is text of yours"
+)
 
 
 class KVPacketLLM(EngineFields, BaseLLM):
     """Text model that takes the text it knows from packets and reads only the rest.
 
-    The prompt is one message of the user when the model has a chat template, so that an instruction
-    model answers it. For whole chats, :class:`ChatKVPacket` keeps the roles apart. Code written for
-    ``HuggingFacePipeline`` runs with this class in its place.
+    Code written for ``HuggingFacePipeline`` runs with this class in its place: made by :meth:`from_model_id` or around
+    a ``pipeline``, it reads every prompt as it stands, as the original does. Made in any other way, it puts a prompt
+    that is not in the model's chat template yet there as one message of the user, so that an instruction model answers
+    it. For whole chats, :class:`ChatKVPacket` keeps the roles apart.
 
     Setup:
         ``pip install "kvpacket-rag[langchain]"``. The model runs in this process; there is no key.
 
     Key init args — completion params:
         max_tokens, temperature, top_p, top_k, min_p, repetition_penalty, seed, stop: of decoding.
-        raw: the prompt is final, with every control token in it.
+        raw: True reads prompts as they stand, with every control token in them; False puts all into the chat
+            template; None, the default, puts those there that are not in it yet.
         match, on_miss: which chunks are looked for, and what a miss does.
 
     Key init args — engine params:
@@ -51,14 +62,31 @@ class KVPacketLLM(EngineFields, BaseLLM):
         ``llm.generate([prompt]).llm_output["token_usage"]``.
 
     Response metadata:
-        Each generation's ``generation_info`` has chunks_reused, packet_tokens, prefilled_tokens, misses
-        (with reasons), timings (seconds), finish_reason and token_usage.
+        Each generation's ``generation_info`` has chunks_reused, packet_tokens, preamble_tokens, prefilled_tokens,
+        misses (with reasons), timings (seconds), finish_reason and token_usage. ``invoke`` and chains return the
+        text alone; ``llm.last_usage`` then tells of the answer that was finished last.
     """
 
     model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
 
-    raw: bool = False
-    """Take the prompt as final text: no chat template is applied."""
+    raw: bool | None = None
+    """Whether prompts are final; None sees to each, see the class."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read_like_a_pipeline(cls, values: dict[str, Any]) -> dict[str, Any]:
+        return values if values.get("pipeline") is None else {"raw": True, **values}
+
+    @classmethod
+    def from_model_id(cls, model_id: str, task: str | None = None, **fields: Any) -> Self:
+        """A model by name that reads prompts as they stand, with the arguments of ``HuggingFacePipeline``'s method.
+
+        Args:
+            model_id: short name, path or hub name.
+            task: ``"text-generation"``, the only one there is.
+            fields: of this class, or device_map, model_kwargs, pipeline_kwargs and batch_size.
+        """
+        return super().from_model_id(model_id, task, **{"raw": True, **fields})
 
     @property
     def _llm_type(self) -> str:
@@ -76,7 +104,7 @@ class KVPacketLLM(EngineFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         call = self._call(stop, kwargs)
-        answers = [call.stream(self.engine, self._prompt(prompt)).read_all() for prompt in prompts]
+        answers = [self._start(call, self._prompt(prompt, call)).read_all() for prompt in prompts]
         return self._result([(answer.text, self._facts(answer)) for answer in answers])
 
     async def _agenerate(
@@ -100,7 +128,8 @@ class KVPacketLLM(EngineFields, BaseLLM):
         run_manager: CallbackManagerForLLMRun | None = None,
         **kwargs: Any,
     ) -> Iterator[GenerationChunk]:
-        stream = self._call(stop, kwargs).stream(self.engine, self._prompt(prompt))
+        call = self._call(stop, kwargs)
+        stream = self._start(call, self._prompt(prompt, call))
         try:
             for piece in stream:
                 yield _reported(GenerationChunk(text=piece), run_manager)
@@ -109,8 +138,17 @@ class KVPacketLLM(EngineFields, BaseLLM):
             stream.close()
         yield _reported(GenerationChunk(text="", generation_info=self._facts(answer)), run_manager)
 
-    def _prompt(self, text: str) -> str | Sequence[Message]:
-        return text if self.raw or not self.engine.has_chat_template else [Message("user", text)]
+    def _prompt(self, text: str, call: Call) -> Prompt:
+        if self.raw or not self.engine.has_chat_template:
+            return text
+        if self.raw is None:
+            marks = TemplateMarks.of(self.engine, call.template_kwargs)
+            if marks.are_around(text):
+                beside(self.engine).once(logging.INFO, _IS_FINAL)
+                return text
+            if controls := marks.inside(text):
+                beside(self.engine).once(logging.WARNING, _HOLDS_CONTROLS, ", ".join(controls))
+        return [Message("user", text)]
 
     def _facts(self, answer: Answer) -> dict[str, Any]:
         usage = answer.usage

@@ -10,8 +10,8 @@ from langchain_core.messages import AIMessage, ToolMessage
 from langchain_core.runnables.config import run_in_executor
 
 from kvpacket_rag import MissingExtraError
+from langchain_kvpacket.call import packet_ids
 from langchain_kvpacket.chat_model import ChatKVPacket
-from langchain_kvpacket.options import packet_ids
 
 try:
     from langchain.agents.middleware import AgentMiddleware, ExtendedModelResponse, ModelRequest, ModelResponse

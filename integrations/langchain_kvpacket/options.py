@@ -2,35 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Mapping
+from dataclasses import asdict
 from typing import Any, Self
 
 from langchain_core.documents import Document
 from langchain_core.language_models import BaseLanguageModel, LangSmithParams
 from langchain_core.outputs import LLMResult
 from langchain_core.runnables.config import run_in_executor
-from pydantic import ConfigDict, Field, ValidationInfo, field_validator, model_validator
+from pydantic import ConfigDict, Field, PrivateAttr, ValidationInfo, field_validator, model_validator
 
-from kvpacket_rag import (
-    Answer,
-    AnswerStream,
-    GenerationSettings,
-    KVPacketEngine,
-    Message,
-    PromptError,
-    Reuse,
-    __version__,
-)
+from kvpacket_rag import Answer, AnswerStream, GenerationSettings, KVPacketEngine, KVPacketError, PromptError, Reuse
+from kvpacket_rag import __version__ as version
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.engine import Policy
 from kvpacket_rag.reading import Match, OnMiss
+from langchain_kvpacket.call import PROVIDER, Call, Prompt, usage_counts
 from langchain_kvpacket.huggingface import call_arguments, constructor_arguments
-from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, OPTION_NAMES, EngineOptions, LazyEngine
+from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, OPTION_NAMES, EngineOptions, LazyEngine, absolute
+from langchain_kvpacket.retrieved import RETRIEVED
 
-PROVIDER = "kvpacket"
 _SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
 _REUSE = ("match", "on_miss")
+_SHARED = ("policy", "encode_retrieved", "max_tokens", "stop", "chat_template_kwargs")
 _CALL_WORDS = (*_SETTINGS, *_REUSE, "kv_hint", "max_tokens", "model", "policy", "chat_template_kwargs")
 _IGNORED = ("stream", "timeout", "max_retries", "api_key")  # LangChain's own switch, and what only a server needs
 _TOOL_WORDS = ("tools", "tool_choice", "functions", "function_call", "response_format")
@@ -38,33 +32,6 @@ _NO_TOOLS = (
     "the call has {}, but tool calling and structured output are not supported this way; bind tools to a ChatKVPacket "
     "by bind_tools, and parse an answer with an output parser"
 )
-
-
-@dataclass(frozen=True, slots=True)
-class Call:
-    """How one call is to be answered."""
-
-    settings: GenerationSettings
-    policy: Policy
-    template_kwargs: Mapping[str, Any]
-    reuse: Reuse
-    hints: tuple[str | Document, ...] = ()
-
-    def stream(self, engine: KVPacketEngine, prompt: str | Sequence[Message]) -> AnswerStream:
-        """The engine's answer on its way; raises what the engine raises."""
-        reuse = Reuse(self.reuse.match, packet_ids(engine, self.hints), self.reuse.on_miss)
-        template_kwargs = self.template_kwargs or None
-        return engine.stream(prompt, self.settings, policy=self.policy, template_kwargs=template_kwargs, reuse=reuse)
-
-
-def packet_ids(engine: KVPacketEngine, retrieved: Sequence[str | Document]) -> tuple[str, ...]:
-    """Packet ids of what was retrieved: of documents by their text, empty ones left out; ids stay as they are."""
-    names = [
-        item if isinstance(item, str) else engine.encoder.identify(item.page_content)[0]
-        for item in retrieved
-        if isinstance(item, str) or item.page_content.strip()
-    ]
-    return tuple(dict.fromkeys(names))
 
 
 class EngineFields(BaseLanguageModel[Any]):
@@ -87,12 +54,17 @@ class EngineFields(BaseLanguageModel[Any]):
     """bfloat16 where the device computes it fast, else float32."""
     min_match_tokens: int = MIN_MATCH_TOKENS
     """Shorter chunks are not looked for in a prompt."""
+    model_kwargs: dict[str, Any] = Field(default_factory=dict, repr=False)
+    """Of transformers' ``from_pretrained``, such as cache_dir, token and revision; see KVPacketEngine.load."""
     policy: Policy = "packets"
     """``"prefill"`` reads every prompt in full."""
     match: Match = "auto"
     """``"auto"`` looks for every known chunk, ``"hints"`` for a call's ``kv_hint`` only, ``"off"`` for none."""
     on_miss: OnMiss = "prefill"
     """A miss is counted; ``"warn"`` logs it too, ``"error"`` raises PacketMissError in place of an answer."""
+    encode_retrieved: bool = True
+    """What any LangChain retriever found gets a packet when a prompt first holds it, if it has none. Not with
+    ``on_miss="error"``, and not in a folder, where a packet would outlive its document: see KVPacketRetriever."""
     max_tokens: int | None = None
     """Most tokens of an answer, 256 by default; ``max_new_tokens`` is another word for it."""
     temperature: float | None = None
@@ -112,15 +84,22 @@ class EngineFields(BaseLanguageModel[Any]):
     max_retries: Any = Field(default=None, exclude=True, repr=False)
     api_key: Any = Field(default=None, exclude=True, repr=False)
     shared_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False, validate_default=True)
-    """Pass ``engine=``, an engine that is there already, instead of the first six fields."""
+    """Pass ``engine=``, an engine that is there already, instead of the first seven fields."""
+
+    _usages: list[dict[str, Any]] = PrivateAttr(default_factory=list)  # the last one alone; copies share it
 
     @model_validator(mode="before")
     @classmethod
     def _take_other_words(cls, values: dict[str, Any]) -> dict[str, Any]:
         try:
             return constructor_arguments(values)
-        except PromptError as error:
+        except KVPacketError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("store", "adapter")
+    @classmethod
+    def _name_one_place(cls, value: Any) -> Any:
+        return absolute(value)
 
     @field_validator("shared_engine")
     @classmethod
@@ -146,13 +125,15 @@ class EngineFields(BaseLanguageModel[Any]):
 
     @model_validator(mode="after")
     def _check_settings(self) -> Self:
-        self._add_version("kvpacket-rag", __version__)
+        self._add_version("kvpacket-rag", version)
         if self.shared_engine.options is None:
             self.model = self.engine.model_name
         try:
             self._call(None, {})
         except PromptError as error:
             raise ValueError(str(error)) from error
+        self.shared_engine.take_into_use()
+        RETRIEVED.listen()
         return self
 
     @classmethod
@@ -177,9 +158,17 @@ class EngineFields(BaseLanguageModel[Any]):
         engine: KVPacketEngine = self.shared_engine.get()
         return engine
 
+    @property
+    def last_usage(self) -> dict[str, Any] | None:
+        """Counts of tokens and misses of the answer that was finished last, in whichever thread.
+
+        Where several answers are written at once, an answer's own counts are in its metadata.
+        """
+        return self._usages[-1] if self._usages else None
+
     def shared_fields(self) -> dict[str, Any]:
         """What another model takes over that is made around this one: engine, decoding and reuse."""
-        names = (*OPTION_NAMES, *_SETTINGS, *_REUSE, "policy", "max_tokens", "stop", "chat_template_kwargs")
+        names = (*OPTION_NAMES, *_SETTINGS, *_REUSE, *_SHARED)
         return {"engine": self.shared_engine, **{name: getattr(self, name) for name in names}}
 
     def get_token_ids(self, text: str) -> list[int]:
@@ -211,19 +200,28 @@ class EngineFields(BaseLanguageModel[Any]):
         Raises:
             PromptError: an argument is unknown or out of its range, asks for tools, or names another model.
         """
-        kwargs = call_arguments(kwargs)
+        kwargs = call_arguments(kwargs, self.temperature)
         self._check_arguments(kwargs)
         values = {name: _first(kwargs.get(name), getattr(self, name)) for name in (*_SETTINGS, *_REUSE)}
         reuse = Reuse(match=values.pop("match"), on_miss=values.pop("on_miss"))
         values["max_new_tokens"] = _first(kwargs.get("max_tokens"), self.max_tokens)
         stops = _first(stop, kwargs.get("stop"), self.stop, ())
-        stops = (stops,) if isinstance(stops, str) else tuple(stops)
+        stops = (stops,) if isinstance(stops, str) else _listed("stop", stops, "texts")
         settings = GenerationSettings(stop=stops, **{name: v for name, v in values.items() if v is not None})
-        template_kwargs = {**(self.chat_template_kwargs or {}), **(kwargs.get("chat_template_kwargs") or {})}
-        policy, hints = _first(kwargs.get("policy"), self.policy), kwargs.get("kv_hint") or ()
-        if isinstance(hints, str | Document):
-            raise PromptError(f"kv_hint is a {type(hints).__name__}; pass a list of packet ids or of Documents")
-        return Call(settings, policy, template_kwargs, reuse, tuple(hints))
+        own = kwargs.get("chat_template_kwargs") or {}
+        if not isinstance(own, Mapping):
+            raise PromptError(f"chat_template_kwargs is a {type(own).__name__}, expected a dict of names and values")
+        template_kwargs = {**(self.chat_template_kwargs or {}), **own}
+        policy = _first(kwargs.get("policy"), self.policy)
+        hints = _listed("kv_hint", kwargs.get("kv_hint") or (), "packet ids or of Documents")
+        return Call(settings, policy, template_kwargs, reuse, hints, self.encode_retrieved)
+
+    def _start(self, call: Call, prompt: Prompt) -> AnswerStream:
+        """The answer to a call, on its way."""
+        return call.stream(self.engine, prompt, self._note)
+
+    def _note(self, answer: Answer) -> None:
+        self._usages[:] = [usage_counts(answer)]
 
     def _check_arguments(self, kwargs: Mapping[str, Any]) -> None:
         if asked := [name for name in _TOOL_WORDS if kwargs.get(name)]:
@@ -252,6 +250,7 @@ class EngineFields(BaseLanguageModel[Any]):
             "policy": call.policy,
             "match": call.reuse.match,
             "on_miss": call.reuse.on_miss,
+            "encode_retrieved": call.encode_retrieved,
             "min_match_tokens": self.min_match_tokens,
             "store": id(engine.store) if engine else str(self.store),
             "chat_template_kwargs": call.template_kwargs,
@@ -260,21 +259,13 @@ class EngineFields(BaseLanguageModel[Any]):
         }
 
 
-def answer_facts(model: str, answer: Answer) -> dict[str, Any]:
-    """What an answer cost, as JSON can hold it."""
-    usage = answer.usage
-    return {
-        "model_name": model,
-        "model_provider": PROVIDER,
-        "finish_reason": answer.finish_reason,
-        "chunks_reused": usage.chunks_reused,
-        "packet_tokens": usage.packet_tokens,
-        "prefilled_tokens": usage.prefilled_tokens,
-        "misses": [asdict(miss) for miss in usage.misses],
-        "timings": asdict(answer.timings),
-    }
-
-
 def _first(*values: Any) -> Any:
     """The first that is not None."""
     return next((value for value in values if value is not None), None)
+
+
+def _listed(name: str, values: Any, what: str) -> tuple[Any, ...]:
+    """As a tuple; raises PromptError for what is none."""
+    if isinstance(values, str | Document | Mapping) or not isinstance(values, Iterable):
+        raise PromptError(f"{name} is a {type(values).__name__}; pass a list of {what}")
+    return tuple(values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from typing import Any, Literal, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForRetrieverRun, CallbackManagerForRetrieverRun
@@ -21,13 +22,15 @@ _OPTIONS = {
     "mmr": ("k", "filter", "fetch_k", "lambda_mult"),
     "similarity_score_threshold": ("k", "filter", "score_threshold"),
 }
+_FIELDS = dict.fromkeys(name for names in _OPTIONS.values() for name in names)
 
 
 class KVPacketRetriever(BaseRetriever):
     """Retriever that leaves no document without a packet.
 
     Over a :class:`KVPacketVectorStore` the packets are there, but for those that were evicted. Over any other vector
-    store, such as Chroma or pgvector, a chunk gets its packet when it is first retrieved.
+    store, such as Chroma or pgvector, a chunk gets its packet when it is first retrieved, and keeps it, in a
+    folder too.
 
     Setup:
         ``pip install "kvpacket-rag[langchain]"``.
@@ -38,10 +41,12 @@ class KVPacketRetriever(BaseRetriever):
         k: how many documents.
         search_type: "similarity", "mmr" or "similarity_score_threshold".
         filter, fetch_k, lambda_mult, score_threshold: of the search.
+        search_kwargs: these and any others that the vector store's search takes, as ``as_retriever`` has them.
 
     Instantiate:
         >>> retriever = KVPacketRetriever(vectorstore=store, k=4)  # doctest: +SKIP
         >>> retriever = KVPacketRetriever(vectorstore=chroma, engine=chat.engine)  # doctest: +SKIP
+        >>> retriever = KVPacketRetriever(vectorstore=store, search_kwargs={"k": 4})  # doctest: +SKIP
 
     Usage:
         A call may have options of its own.
@@ -67,6 +72,31 @@ class KVPacketRetriever(BaseRetriever):
     """For ``"mmr"``: 1 counts nearness alone, 0 difference alone."""
     score_threshold: float | None = Field(default=None, ge=0, le=1)
     """Least relevance for ``"similarity_score_threshold"``."""
+    search_kwargs: dict[str, Any] = Field(default_factory=dict)
+    """More arguments for the vector store's search; those that have a field here are taken for it."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _take_search_kwargs(cls, values: dict[str, Any]) -> dict[str, Any]:
+        given = dict(values)
+        packed = given.pop("search_kwargs", None) or {}
+        if not isinstance(packed, Mapping):
+            raise ValueError(f"search_kwargs is a {type(packed).__name__}, expected a dict such as {{'k': 4}}")
+        twice = [name for name in _FIELDS if name in packed and name in given and packed[name] != given[name]]
+        if twice:
+            raise ValueError(f"{', '.join(twice)} is given twice, by itself and in search_kwargs; leave one out")
+        given |= {name: value for name, value in packed.items() if name in _FIELDS}
+        if unknown := sorted(given.keys() - cls.model_fields.keys()):
+            raise ValueError(
+                f"there is no {', '.join(unknown)} here; it takes {', '.join(_FIELDS)}, and search_kwargs for whatever "
+                "else the vector store's search takes"
+            )
+        if not isinstance(store := given.get("vectorstore"), VectorStore):
+            way = ", whose vector store is meant: pass retriever.vectorstore" if hasattr(store, "vectorstore") else ""
+            raise ValueError(f"vectorstore is a {type(store).__name__}, expected a LangChain vector store{way}")
+        if hasattr(given.get("engine"), "shared_engine"):
+            raise ValueError(f"engine is a {type(given['engine']).__name__}; pass its engine, as in engine=chat.engine")
+        return {**given, "search_kwargs": {name: value for name, value in packed.items() if name not in _FIELDS}}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
@@ -96,12 +126,17 @@ class KVPacketRetriever(BaseRetriever):
 
     def _with(self, options: dict[str, Any]) -> Self:
         """This retriever with the options of one call, which are checked like those of the constructor."""
+        if not options:
+            return self
         fields = {name: getattr(self, name) for name in self.model_fields_set}
-        return type(self)(**{**fields, **options}) if options else self
+        if isinstance(packed := options.get("search_kwargs"), Mapping):
+            fields = {name: value for name, value in fields.items() if name not in packed}
+            options = {**options, "search_kwargs": {**self.search_kwargs, **packed}}
+        return type(self)(**{**fields, **options})
 
     def _arguments(self) -> dict[str, Any]:
         values = {name: getattr(self, name) for name in _OPTIONS[self.search_type]}
-        return {name: value for name, value in values.items() if value is not None}
+        return {**self.search_kwargs, **{name: value for name, value in values.items() if value is not None}}
 
     def _encoded(self, documents: list[Document]) -> list[Document]:
         """The documents, every one with its packet."""

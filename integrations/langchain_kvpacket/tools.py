@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import uuid
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -42,9 +42,12 @@ def to_tools(tools: Sequence[Tool], choice: Any) -> list[dict[str, Any]]:
 
     Raises:
         NotImplementedError: the choice forces a call.
+        PromptError: they are no list.
     """
     if choice not in (None, False, "auto", "none"):
         raise NotImplementedError(NO_FORCED_CALL.format(choice))
+    if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
+        raise PromptError(f"tools is a {type(tools).__name__}; pass a list of functions, classes or LangChain tools")
     return [] if choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
 
 

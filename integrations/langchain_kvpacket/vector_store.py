@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, Self
 
@@ -13,13 +13,20 @@ from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from kvpacket_rag import KVPacketEngine, KVPacketRAG, PacketIndex, StoreError
+from langchain_kvpacket.checks import (
+    LOADING,
+    known_options,
+    listed,
+    refuse,
+    require_count,
+    require_embeddings,
+    require_engine,
+    require_text,
+)
 from langchain_kvpacket.chunk_library import ChunkLibrary
 from langchain_kvpacket.documents import Filter, to_chunks, to_condition, to_document
 from langchain_kvpacket.embeddings import KVPacketEmbeddings, LangChainEmbedder
-from langchain_kvpacket.lazy_engine import EngineOptions, load_engine, only_engine
-
-# Of other kinds of search, which retrievers pass to all; and what LangChain's index() passes while adding.
-_HARMLESS = ("fetch_k", "lambda_mult", "score_threshold", "batch_size")
+from langchain_kvpacket.lazy_engine import OPTION_NAMES, EngineOptions, load_engine, only_engine
 
 
 class KVPacketVectorStore(VectorStore):
@@ -68,9 +75,9 @@ class KVPacketVectorStore(VectorStore):
             PacketMismatchError: the index was built with another model, adapter or dtype.
             StoreError: it was built with other embeddings, or no engine is given and there are several.
         """
-        self.engine = engine if engine is not None else only_engine()
+        self._embeddings = require_embeddings(embedding)
+        self.engine = require_engine(engine) if engine is not None else only_engine()
         self.index = index if index is not None else PacketIndex.open(None)
-        self._embeddings = embedding
         self._library = ChunkLibrary(self.engine, self.index, LangChainEmbedder(embedding))
         self._own_engine = False
 
@@ -91,17 +98,19 @@ class KVPacketVectorStore(VectorStore):
             embedding: None for the model the index was built with, all-MiniLM-L6-v2 at first.
             model: None for the one the index was built with.
             reencode: make all packets anew if model, adapter or dtype changed.
-            engine_options: adapter, device, dtype, min_match_tokens; see KVPacketEngine.load.
+            engine_options: adapter, device, dtype, min_match_tokens and more; see KVPacketEngine.load.
 
         Raises:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
             StoreError: the folder is no index, or was built with other embeddings.
         """
-        embedder = LangChainEmbedder(embedding) if embedding is not None else None
+        embedder = LangChainEmbedder(require_embeddings(embedding)) if embedding is not None else None
+        folder = Path(folder).expanduser().absolute()
+        known_options("open", engine_options, LOADING)
         rag = KVPacketRAG.open(folder, model, embedder=embedder, reencode=reencode, **engine_options)
-        ChunkLibrary(rag.engine, rag.index, rag.embedder, own_packets=True)  # writes that down before anybody else does
+        library = ChunkLibrary(rag.engine, rag.index, rag.embedder, folder)
         store = cls(embedding or KVPacketEmbeddings(embedder=rag.embedder), rag.engine, rag.index)
-        store._own_engine = True
+        store._library, store._own_engine = library, True
         return store
 
     @classmethod
@@ -132,6 +141,7 @@ class KVPacketVectorStore(VectorStore):
         if folder is not None:
             store = cls.open(folder, embedding, **engine_options)
         else:
+            known_options("from_texts", engine_options, OPTION_NAMES)
             store = cls(embedding, load_engine(EngineOptions(**engine_options)) if engine_options else engine)
         store.add_texts(texts, metadatas, ids=ids)
         return store
@@ -166,21 +176,21 @@ class KVPacketVectorStore(VectorStore):
             DocumentError: a text is empty or too long.
             StoreError: numbers differ, metadata cannot be stored, or the files cannot be written.
         """
-        _refuse(kwargs)
-        given = to_chunks(list(texts), metadatas, ids)
+        refuse(kwargs)
+        given = to_chunks(listed("texts", texts), metadatas, ids)
         chunks = list({chunk.chunk_id: chunk for chunk in given}.values())
         self._library.put(chunks)
         return [chunk.chunk_id for chunk in given]
 
     def delete(self, ids: list[str] | None = None, **kwargs: Any) -> bool:
         """Delete texts, and packets that no other text needs; None deletes all, unknown ids are no error."""
-        _refuse(kwargs)
-        self._library.delete(ids)
+        refuse(kwargs)
+        self._library.delete(None if ids is None else listed("ids", ids))
         return True
 
     def get_by_ids(self, ids: Sequence[str], /) -> list[Document]:
         """The documents of these ids, in their order; unknown ones are left out."""
-        return [to_document(chunk) for chunk in self.index.get(ids)]
+        return [to_document(chunk) for chunk in self.index.get(listed("ids", ids))]
 
     def similarity_search(self, query: str, k: int = 4, filter: Filter | None = None, **kwargs: Any) -> list[Document]:
         """The k documents nearest to a question, best first.
@@ -209,8 +219,8 @@ class KVPacketVectorStore(VectorStore):
         self, embedding: Sequence[float], k: int = 4, filter: Filter | None = None, **kwargs: Any
     ) -> list[tuple[Document, float]]:
         """The same with their cosine similarities, in [-1, 1]."""
-        _refuse(kwargs)
-        hits = self.index.search(embedding, k, to_condition(filter))
+        refuse(kwargs)
+        hits = self.index.search(embedding, require_count("k", k), to_condition(filter))
         return [(to_document(hit.chunk), hit.score) for hit in hits]
 
     def max_marginal_relevance_search(
@@ -240,8 +250,9 @@ class KVPacketVectorStore(VectorStore):
 
         ``lambda_mult`` 1 counts nearness alone, 0 difference alone.
         """
-        _refuse(kwargs)
-        hits = self.index.search(embedding, max(k, fetch_k), to_condition(filter))
+        refuse(kwargs)
+        wanted = max(require_count("k", k), require_count("fetch_k", fetch_k))
+        hits = self.index.search(embedding, wanted, to_condition(filter))
         vectors = list(self.index.vectors([hit.chunk.chunk_id for hit in hits]))
         chosen = maximal_marginal_relevance(np.asarray(embedding, np.float32), vectors, lambda_mult, k)
         return [to_document(hits[place].chunk) for place in chosen]
@@ -264,10 +275,4 @@ class KVPacketVectorStore(VectorStore):
             self.engine.close()
 
     def _question(self, text: str) -> list[float]:
-        return self._embeddings.embed_query(text)
-
-
-def _refuse(kwargs: Mapping[str, Any]) -> None:
-    """An argument that has no effect is an error: a misspelt filter would let through what it was to hold back."""
-    if unknown := sorted(kwargs.keys() - set(_HARMLESS)):
-        raise StoreError(f"unknown argument {', '.join(unknown)}; a search takes k, filter, fetch_k and lambda_mult")
+        return self._embeddings.embed_query(require_text("the question", text))

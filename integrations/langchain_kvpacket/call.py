@@ -1,0 +1,193 @@
+"""One call of a model, on its way to the engine and back."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from langchain_core.documents import Document
+
+from kvpacket_rag import (
+    Answer,
+    AnswerStream,
+    DocumentError,
+    GenerationSettings,
+    KVPacketEngine,
+    Message,
+    PromptError,
+    Reuse,
+)
+from kvpacket_rag.engine import Policy
+from kvpacket_rag.learner import ChunkLearner, Prepared
+from langchain_kvpacket.retrieved import ADVICE, RETRIEVED, as_asked
+
+logger = logging.getLogger(__name__)
+
+PROVIDER = "kvpacket"
+_WORTH_REUSE = 100  # tokens of a prompt; shorter ones hold no retrieved text worth a warning
+_NO_CHUNKS = (
+    "nothing of a prompt of %d tokens was reused: the engine knows no chunks, and the prompt holds no document that a "
+    "retriever found lately. Retrieve through a LangChain retriever, such as vectorstore.as_retriever(), or keep the "
+    "texts in a KVPacketVectorStore over this engine, as in KVPacketVectorStore(embedding, engine=chat.engine)"
+)
+_NOT_HELD = (
+    "nothing was reused: the prompt holds none of the %d documents retrieved for it word for word. Put their "
+    "page_content into it unchanged, as format_docs does"
+)
+_MISSED = "no chunk of a prompt was reused; of one that might have been: %s"
+
+Prompt = str | Sequence[Message]
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """How one call is to be answered."""
+
+    settings: GenerationSettings
+    policy: Policy
+    template_kwargs: Mapping[str, Any]
+    reuse: Reuse
+    hints: tuple[str | Document, ...] = ()
+    encode_retrieved: bool = True
+
+    def stream(self, engine: KVPacketEngine, prompt: Prompt, note: Callable[[Answer], None]) -> AnswerStream:
+        """The engine's answer on its way; raises what the engine raises.
+
+        Args:
+            engine: that answers.
+            prompt: for the engine.
+            note: called with the finished answer.
+        """
+        reuse = Reuse(self.reuse.match, packet_ids(engine, self.hints), self.reuse.on_miss)
+        prepared, unseen = Prepared(), 0
+        if is_watched := self.policy != "prefill" and reuse.match != "off":
+            text = as_asked([prompt] if isinstance(prompt, str) else [message.content for message in prompt])
+            own, others = RETRIEVED.of(text)
+            encode = self.encode_retrieved and reuse.on_miss != "error"
+            prepared = beside(engine).learner.prepare(text, own, others, encode=encode)
+            reuse = prepared.expected(reuse)
+            unseen = 0 if any(found.strip() in text for found in own) else len(own)
+        stream = engine.stream(
+            prompt, self.settings, policy=self.policy, template_kwargs=self.template_kwargs or None, reuse=reuse
+        )
+
+        def counted() -> Generator[str, None, Answer]:
+            yield from stream
+            answer = prepared.counted(stream.answer)
+            if is_watched:
+                beside(engine).warn(engine, answer, prepared, unseen)
+            _log(answer)
+            note(answer)
+            return answer
+
+        return AnswerStream(counted())
+
+
+@dataclass(slots=True)
+class Beside:
+    """What is kept of an engine here, shared by all models over it."""
+
+    learner: ChunkLearner
+    told: set[str] = field(default_factory=set)
+
+    def warn(self, engine: KVPacketEngine, answer: Answer, prepared: Prepared, unseen: int) -> None:
+        """Tell why nothing was reused that might have been; each reason once.
+
+        Args:
+            engine: that answered.
+            answer: what it reused.
+            prepared: for the prompt.
+            unseen: how many documents were retrieved for a prompt that holds none of them.
+        """
+        usage = answer.usage
+        if usage.chunks_reused or prepared.encoded:
+            return
+        if reason := next((miss.reason for miss in usage.misses), ""):
+            self.once(logging.WARNING, _MISSED, reason)
+        elif unseen:
+            self.once(logging.WARNING, _NOT_HELD, unseen)
+        elif usage.prompt_tokens >= _WORTH_REUSE and not any(engine.store.known(engine.signature)):
+            self.once(logging.WARNING, _NO_CHUNKS, usage.prompt_tokens)
+
+    def once(self, level: int, message: str, *facts: str | int) -> None:
+        """Log a message; another time only if its words differ, which a number does not change."""
+        kind = "\0".join([message, *(fact for fact in facts if isinstance(fact, str))])
+        if kind not in self.told:
+            self.told.add(kind)
+            logger.log(level, message, *facts)
+
+
+_beside: WeakKeyDictionary[KVPacketEngine, Beside] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def beside(engine: KVPacketEngine) -> Beside:
+    """What is kept of an engine, for as long as there is the engine."""
+    with _making:
+        if engine not in _beside:
+            learner = ChunkLearner(engine.encoder, engine.store, ADVICE, engine.min_match_tokens)
+            _beside[engine] = Beside(learner)
+        return _beside[engine]
+
+
+def packet_ids(engine: KVPacketEngine, retrieved: Sequence[str | Document]) -> tuple[str, ...]:
+    """Packet ids of what was retrieved: of documents by their text, if it can have a packet; ids stay as they are.
+
+    Raises:
+        PromptError: one is neither.
+    """
+    names = []
+    for item in retrieved:
+        if not isinstance(item, str | Document):
+            raise PromptError(f"kv_hint holds a {type(item).__name__}; pass packet ids or Documents")
+        if isinstance(item, str):
+            names.append(item)
+        else:
+            with suppress(DocumentError):  # empty or longer than the window, so it has no packet
+                names.append(engine.encoder.identify(item.page_content)[0])
+    return tuple(dict.fromkeys(names))
+
+
+def usage_counts(answer: Answer) -> dict[str, Any]:
+    """What an answer's tokens came from, as JSON can hold it."""
+    usage = answer.usage
+    return {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.prompt_tokens + usage.completion_tokens,
+        "packet_tokens": usage.packet_tokens,
+        "preamble_tokens": usage.preamble_tokens,
+        "prefilled_tokens": usage.prefilled_tokens,
+        "chunks_reused": usage.chunks_reused,
+        "misses": [asdict(miss) for miss in usage.misses],
+    }
+
+
+def answer_facts(model: str, answer: Answer) -> dict[str, Any]:
+    """What an answer cost, as JSON can hold it."""
+    counts = usage_counts(answer)
+    told = ("chunks_reused", "packet_tokens", "preamble_tokens", "prefilled_tokens", "misses")
+    return {
+        "model_name": model,
+        "model_provider": PROVIDER,
+        "finish_reason": answer.finish_reason,
+        **{name: counts[name] for name in told},
+        "timings": asdict(answer.timings),
+    }
+
+
+def _log(answer: Answer) -> None:
+    usage = answer.usage
+    logger.info(
+        "%d of %d prompt tokens came from packets of %d chunks; %d chunks missed%s",
+        usage.packet_tokens,
+        usage.prompt_tokens,
+        usage.chunks_reused,
+        len(usage.misses),
+        "".join(f"; {reason}" for reason in dict.fromkeys(miss.reason for miss in usage.misses)),
+    )
