@@ -10,6 +10,9 @@ from torch import Tensor
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.attach import OUTSIDE, attached
 from kvpacket_rag.backbone import Backbone, is_unicode
+from kvpacket_rag.compress.compressor import Compressor
+from kvpacket_rag.compress.quantise import Quantiser
+from kvpacket_rag.compress.reduction import UNREDUCED, Reduction
 from kvpacket_rag.errors import AdapterError, DocumentError
 from kvpacket_rag.packet import Packet, PacketSignature, packet_id
 
@@ -25,12 +28,22 @@ class PacketEncoder:
             one becomes such a sink, and several of them in one context disturb each other (LegoLink-0 of
             EPIC, arXiv 2410.15332). Meant for bare chunks; a trained header does this by itself.
         max_batch_tokens: padded tokens of one forward.
+        reduction: tokens left out of packets, and numbers stored in few bits; nothing of that by default.
 
     Raises:
         AdapterError: the adapter is of another hidden size, or the model cannot be fed soft tokens.
+        UnsupportedModelError: the model's packets cannot be compressed as asked.
+        MissingExtraError: the reduction needs a library that is not installed.
     """
 
-    def __init__(self, backbone: Backbone, adapter: Adapter, sink: int = 0, max_batch_tokens: int = 2048) -> None:
+    def __init__(
+        self,
+        backbone: Backbone,
+        adapter: Adapter,
+        sink: int = 0,
+        max_batch_tokens: int = 2048,
+        reduction: Reduction = UNREDUCED,
+    ) -> None:
         if adapter.hidden_size != backbone.hidden_size:
             raise AdapterError(
                 f"the adapter has hidden size {adapter.hidden_size}, {backbone.name} has {backbone.hidden_size}; "
@@ -45,13 +58,29 @@ class PacketEncoder:
         self.adapter = adapter
         self.sink_ids = backbone.first_ids() * sink if sink else []
         self.max_batch_tokens = max_batch_tokens
+        self.reduction = reduction
+        self._compressor = self._make_compressor()
+        self._quantiser = Quantiser(reduction.scheme) if reduction.scheme else None
         self.signature = PacketSignature(
             weights=backbone.weights_fingerprint,
             tokenizer=backbone.tokenizer_fingerprint,
             adapter=f"{adapter.digest}, sink {self.sink_ids}" if self.sink_ids else adapter.digest,
             rope=backbone.plan.digest,
             dtype=str(backbone.dtype).removeprefix("torch."),
+            compression=self._compressor.settings if self._compressor else "none",
+            quantization=reduction.scheme.settings if reduction.scheme else "none",
         )
+
+    def _make_compressor(self) -> Compressor | None:
+        compression, backbone = self.reduction.compression, self.backbone
+        if compression is None:
+            return None
+        if self.sink_ids and self.adapter.low_rank is not None:
+            raise AdapterError(
+                "an adapter with a low-rank update and sink tokens before it cannot be used with a press, which would "
+                "read the two alike; leave out the sink tokens"
+            )
+        return Compressor(compression, backbone.model, backbone.plan, backbone.runner.windows)
 
     @property
     def _extra(self) -> int:
@@ -87,7 +116,15 @@ class PacketEncoder:
         for batch in self._batches(chunks):
             tensors = self._prefill([ids for _, ids in batch])
             for (name, ids), parts in zip(batch, tensors, strict=True):
-                yield Packet(name, self.signature, parts, len(ids) + self.adapter.stored_tokens, len(ids))
+                span = len(ids) + self.adapter.stored_tokens
+                yield Packet(name, self.signature, self._quantised(parts), span, len(ids))
+
+    def _quantised(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Keys and values in few bits, if that is asked for; what else a packet stores stays as it is."""
+        if self._quantiser is None:
+            return parts
+        groups = self.backbone.plan.groups
+        return (*self._quantiser.quantise(parts[: len(groups)], groups), *parts[len(groups) :])
 
     @torch.no_grad()
     def _prefill(self, rows: Sequence[Sequence[int]]) -> list[tuple[Tensor, ...]]:
@@ -100,7 +137,13 @@ class PacketEncoder:
             attached(self.adapter, self.backbone.model, roles.to(self.backbone.device)),
         ):
             left_out = len(self.sink_ids) + self.adapter.left_out_tokens
-            return self.backbone.encode([self.wrap(ids) for ids in rows], left_out)
+            inputs = [self.wrap(ids) for ids in rows]
+            if self._compressor is None:
+                return self.backbone.encode(inputs, left_out)
+            with self._compressor.watching() as seen:
+                (tensors,) = self.backbone.encode(inputs, left_out)
+            soft = self.adapter.roles(len(rows[0]))[self.adapter.left_out_tokens :] < self.adapter.num_tokens
+            return [self._compressor.compress(tensors, seen, rows[0], soft)]
 
     @torch.no_grad()
     def wrap(self, ids: Sequence[int]) -> Tensor:
@@ -111,10 +154,11 @@ class PacketEncoder:
         return torch.tensor([*self.sink_ids, *ids], dtype=torch.long)
 
     def _batches(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[list[tuple[str, list[int]]]]:
+        """As many chunks as fit; one by one for a press, which would score padding and normalise over the batch."""
         batch: list[tuple[str, list[int]]] = []
         for chunk in sorted(chunks, key=lambda c: len(c[1]), reverse=True):
             padded = len((batch or [chunk])[0][1]) + self._extra
-            if batch and padded * (len(batch) + 1) > self.max_batch_tokens:
+            if batch and (self._compressor or padded * (len(batch) + 1) > self.max_batch_tokens):
                 yield batch
                 batch = []
             batch.append(chunk)

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass, fields
 import torch
 from torch import Tensor
 
+from kvpacket_rag.compress.kept import unpack_positions
+from kvpacket_rag.compress.quantized import PARTS, QuantizedTensor
 from kvpacket_rag.errors import PacketError, PacketMismatchError
 
 FORMAT_VERSION = 1
@@ -97,8 +99,7 @@ class Packet:
     Attributes:
         packet_id: see :func:`packet_id`.
         signature: what it was made with.
-        tensors: one per group of the rotary plan, each (layers, heads, tokens, width); rotated
-            exactly once, from position 0. Read them, never write them.
+        tensors: as they are stored; see :attr:`groups`. Read them, never write them.
         span: positions the packet takes in a prompt: header, chunk and trailer. Compression lowers
             the stored tokens, never the span.
         num_tokens: tokens of the chunk's own text.
@@ -111,23 +112,80 @@ class Packet:
     num_tokens: int
 
     def __post_init__(self) -> None:
+        self._check_groups()
+        if self.signature.compression != "none":
+            self._check_kept()
+        if not 1 <= self.num_slots <= self.span:
+            raise PacketError(
+                f"packet {self.packet_id!r} holds {self.num_slots} tokens for a span of {self.span} positions; "
+                "expected 1 up to the span"
+            )
+        if not 0 < self.num_tokens <= self.span:
+            raise PacketError(
+                f"packet {self.packet_id!r} has {self.num_tokens} tokens of text in a span of {self.span}; "
+                "expected 1 up to the span"
+            )
+
+    def _check_groups(self) -> None:
+        quantized = self.signature.quantization != "none"
+        stored = self._stored
+        if not stored or (quantized and len(stored) % PARTS):
+            raise PacketError(
+                f"packet {self.packet_id!r} has {len(self.tensors)} tensors; expected one for each group of the model"
+                + (f", in {PARTS} parts" if quantized else "")
+            )
         dtype = getattr(torch, self.signature.dtype, None)
-        for tensor in self.tensors:
-            if tensor.dim() != 4 or tensor.dtype != dtype or tensor.requires_grad:
+        for tensor in stored:
+            if tensor.dim() != 4 or tensor.requires_grad or not (quantized or tensor.dtype == dtype):
                 raise PacketError(
                     f"packet {self.packet_id!r} holds a tensor of shape {tuple(tensor.shape)} and {tensor.dtype}; "
                     f"expected (layers, heads, tokens, width), {self.signature.dtype}, without gradient"
                 )
-            if not 1 <= tensor.shape[2] <= self.span:
-                raise PacketError(
-                    f"packet {self.packet_id!r} holds {tensor.shape[2]} tokens for a span of {self.span} positions; "
-                    "expected 1 up to the span"
-                )
-        if not self.tensors or not 0 < self.num_tokens <= self.span:
+        if len({group.shape[2] for group in self.groups}) > 1:
             raise PacketError(
-                f"packet {self.packet_id!r} has {len(self.tensors)} tensors and {self.num_tokens} tokens of text "
-                f"in a span of {self.span}; expected at least one of each"
+                f"packet {self.packet_id!r} holds tensors of different numbers of tokens; encode it again"
             )
+
+    def _check_kept(self) -> None:
+        bits = self.tensors[-1]
+        if bits.dtype != torch.uint8 or bits.dim() != 3 or bits.shape[2] != -(-self.span // 8):
+            raise PacketError(
+                f"packet {self.packet_id!r} ends with a tensor of shape {tuple(bits.shape)} and {bits.dtype}; expected "
+                f"a bit for each of {self.span} positions, (layers, heads, octets) uint8, of the tokens it kept"
+            )
+
+    @property
+    def _stored(self) -> tuple[Tensor, ...]:
+        """Those of the tensors that hold keys and values."""
+        return self.tensors if self.signature.compression == "none" else self.tensors[:-1]
+
+    @property
+    def groups(self) -> tuple[Tensor | QuantizedTensor, ...]:
+        """One a group of the rotary plan, each (layers, heads, tokens, width); rotated once, from position 0.
+
+        Raises:
+            PacketError: the parts of a quantised one do not fit each other.
+        """
+        if self.signature.quantization == "none":
+            return self._stored
+        parts = self._stored
+        return tuple(QuantizedTensor(*parts[start : start + PARTS]) for start in range(0, len(parts), PARTS))
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens it holds, of every head: the slots it takes in a context."""
+        return self.groups[0].shape[2]
+
+    @property
+    def kept(self) -> Tensor | None:
+        """(layers, heads, tokens) positions within the span, ascending; None if nothing was left out.
+
+        Layers are those that cache anything, in order.
+
+        Raises:
+            PacketError: the heads do not keep equally many.
+        """
+        return None if self.signature.compression == "none" else unpack_positions(self.tensors[-1])
 
     @property
     def size_bytes(self) -> int:

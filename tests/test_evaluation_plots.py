@@ -53,6 +53,22 @@ def labels(axis: Any) -> set[str]:
     return set(axis.get_legend_handles_labels()[1])
 
 
+def test_a_frontier_joins_the_points_of_a_line_in_their_order(drawn: list[Any], tmp_path: Path):
+    sizes = {"packet@none": 4000.0, "packet@random-0.5": 2000.0, "packet@int8": 2100.0}
+    found = [
+        record(method=method, sample_id=f"q{n}", kl=0.1 + n, bytes_per_token=size)
+        for method, size in sizes.items()
+        for n in range(3)
+    ]
+    rows = {row["method"]: row for row in summarise(found)}
+    curves = {"none": [rows["packet@none"], rows["packet@random-0.5"]], "int8": [rows["packet@int8"]]}
+    plots.plot_frontier(curves, tmp_path / "frontier.png")
+    for axis in drawn[0].axes[:2]:
+        assert labels(axis) == {"none", "int8"}
+        assert list(axis.get_lines()[0].get_xdata()) == [4.0, 2.0]
+    assert (tmp_path / "frontier.png").stat().st_size > 0
+
+
 @pytest.mark.parametrize("plot", [plots.plot_f1_against_ttft, plots.plot_kl_against_recompute_ratio])
 def test_there_is_a_panel_for_every_data_set_and_a_line_for_every_method(
     plot: Callable[..., None], rows: list[Row], drawn: list[Any], tmp_path: Path

@@ -93,6 +93,33 @@ def plot_kl_against_recompute_ratio(rows: Sequence[Row], path: Path) -> None:
     save(figure, path)
 
 
+def plot_frontier(curves: Mapping[str, Sequence[Row]], path: Path) -> None:
+    """Quality against the bytes that are stored for a token: F1 of answers, and divergence from full prefill.
+
+    Args:
+        curves: name to rows of :func:`~kvpacket_rag.evaluation.results.summarise`, of one data set or the mean of
+            several, in the order in which a line is to join them.
+        path: of the picture.
+    """
+    figure = new_figure(2 * _PANEL_INCHES[0], _PANEL_INCHES[1] + 0.9)
+    quality, distance = figure.subplots(1, 2)
+    for number, (name, rows) in enumerate(curves.items()):
+        sizes = [row["bytes_per_token"] / 1000 for row in rows]
+        _draw(quality, name, sizes, rows, "f1", number)
+        _draw(distance, name, sizes, rows, "kl", number)
+    quality.set(ylabel="F1", ylim=(0, None))
+    distance.set_yscale("symlog", linthresh=_LINEAR_BELOW)
+    distance.set(ylabel="KL from full prefill, nats a token")
+    for axis in (quality, distance):
+        axis.set_xscale("log", subs=[2, 5])
+        axis.xaxis.set_major_formatter("{x:g}")
+        axis.xaxis.set_minor_formatter("{x:g}")
+        axis.set_xlabel("kB stored for a token")
+        axis.grid(alpha=0.3)
+    _legend(figure, {"": quality})
+    save(figure, path)
+
+
 def plot_heat_map(
     table: Mapping[str, Mapping[str, float | None]], path: Path, title: str = "Recovered gap in KL"
 ) -> None:

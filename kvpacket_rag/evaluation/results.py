@@ -29,6 +29,7 @@ _SECONDS = ("ttft_seconds", "load_seconds", "assemble_seconds")
 _SCORES = ("f1", "em", "contains")
 _Unit = tuple[str, int, int | None]  # sample, seed, place of the supporting chunk
 _Measured = dict[_Unit, Record]
+_SIZES_OVER_SETS = ("chunks", "prompt_tokens", "bytes_per_token")
 _OVER_SETS = ("f1", "em", "contains", "kl", "agreement", "f1_minus_full", "recovered_gap")
 
 
@@ -165,7 +166,7 @@ def _over_sets(whole: Mapping[str, Mapping[str, Mapping[str, Estimate]]], rows: 
         }
         own = [row for row in rows if row["method"] == method and row["part"] == WHOLE]
         counts = {name: sum(row[name] for row in own) for name in ("n", "runs")}
-        sizes = {name: float(np.mean([row[name] for row in own])) for name in ("chunks", "prompt_tokens")}
+        sizes = {name: float(np.mean([row[name] for row in own])) for name in _SIZES_OVER_SETS}
         head = {"data": f"mean of {len(sets)} sets", "part": MEAN, "method": method, **counts}
         found.append(head | _flat(figures) | sizes | {"full_beats_none": None})
     return found

@@ -149,7 +149,7 @@ class Evaluation:
 
     def _key(self, data: str, question: Question, settings: PromptSettings, variant: Variant) -> str:
         backbone, case = self._backbone, question.case
-        uses = variant.adapter if variant.method == "packet" else None
+        uses = variant.adapter if variant.method.partition("@")[0] == "packet" else None
         adapter = [uses.digest, uses.absorbs] if uses else []
         model = [backbone.weights_fingerprint, str(backbone.dtype), backbone.device.type]
         method = [variant.label, variant.method, *adapter, case.max_new_tokens]

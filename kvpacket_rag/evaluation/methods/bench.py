@@ -8,6 +8,7 @@ from typing import Protocol
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.compress.reduction import UNREDUCED, Reduction
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import AdapterError
 from kvpacket_rag.evaluation.case import Case, State
@@ -98,6 +99,24 @@ class Bench:
         Raises:
             AdapterError: there is none, or it does not fit the model.
         """
+        return self.adapted_and(UNREDUCED)
+
+    def adapted_and(self, reduction: Reduction) -> CasePackets:
+        """Chunks in the adapter, made smaller.
+
+        Raises:
+            AdapterError: there is none, or it does not fit the model.
+            UnsupportedModelError: the model's packets cannot be compressed like that.
+        """
         if self._adapter is None:
             raise AdapterError("the method 'packet' needs an adapter; pass one, or measure 'plain' for bare chunks")
-        return CasePackets(PacketEncoder(self.backbone, self._adapter))
+        return CasePackets(PacketEncoder(self.backbone, self._adapter, reduction=reduction))
+
+    def bare_and(self, reduction: Reduction) -> CasePackets:
+        """Chunks alone, made smaller.
+
+        Raises:
+            UnsupportedModelError: the model's packets cannot be compressed like that.
+        """
+        bare = Adapter.empty(self.backbone.hidden_size)
+        return CasePackets(PacketEncoder(self.backbone, bare, reduction=reduction))

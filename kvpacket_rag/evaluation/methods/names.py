@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 
+from kvpacket_rag.compress.reduction import Reduction
 from kvpacket_rag.errors import KVPacketError
 from kvpacket_rag.evaluation.methods.a3 import A3
 from kvpacket_rag.evaluation.methods.bench import Bench, Method
@@ -15,6 +16,7 @@ from kvpacket_rag.evaluation.methods.no_context import NoContext
 from kvpacket_rag.evaluation.methods.prefix_reuse import PrefixReuse
 from kvpacket_rag.evaluation.methods.random_tokens import RandomTokens
 from kvpacket_rag.evaluation.methods.sam_kv import LARGE, SamKV
+from kvpacket_rag.evaluation.methods.single_cache import SingleCache
 from kvpacket_rag.evaluation.methods.stored import StoredPackets
 
 _FIXED: dict[str, Callable[[Bench], Method]] = {
@@ -33,23 +35,33 @@ _BY_RATIO: dict[str, Callable[[float, Bench], Method]] = {
     "a3": lambda ratio, bench: A3(ratio, bench.bare),
 }
 
-METHOD_FORMS = (*_FIXED, "epic-N", *(f"{name}-R" for name in _BY_RATIO))
+_REDUCED: dict[str, Callable[[str, Bench, Reduction], Method]] = {
+    "packet": lambda name, bench, reduction: StoredPackets(name, bench.adapted_and(reduction)),
+    "plain": lambda name, bench, reduction: StoredPackets(name, bench.bare_and(reduction)),
+    "single": lambda name, bench, reduction: SingleCache(name, bench.bare_and(reduction)),
+}
+
+METHOD_FORMS = (*_FIXED, "epic-N", *(f"{name}-R" for name in _BY_RATIO), *(f"{name}@SIZE" for name in _REDUCED))
 
 
 def parse_method(text: str, bench: Bench) -> Method:
     """The method of a name such as ``"packet"``, ``"epic-16"`` or ``"cacheblend-0.15"``.
 
     Args:
-        text: the name; N stands for a number of tokens, R for a ratio of 0 to 1.
+        text: the name; N stands for a number of tokens, R for a ratio of 0 to 1, SIZE for what makes packets smaller.
         bench: what the methods of a comparison share.
 
     Raises:
         KVPacketError: there is no such method; the known forms are listed.
+        PacketError: there is no such press or way to quantise.
         AdapterError: it is ``"packet"``, and the bench has no adapter or one that does not fit.
         UnsupportedModelError: the model does not let the method in.
     """
     if text in _FIXED:
         return _FIXED[text](bench)
+    base, _, size = text.partition("@")
+    if base in _REDUCED and size:
+        return _REDUCED[base](text, bench, Reduction.parse(size))
     name, _, number = text.rpartition("-")
     if name == "epic" and re.fullmatch(r"[0-9]+", number):
         return Epic(int(number), bench.bare)
@@ -57,5 +69,6 @@ def parse_method(text: str, bench: Bench) -> Method:
         return _BY_RATIO[name](float(number), bench)
     raise KVPacketError(
         f"there is no method {text!r}; known are {', '.join(METHOD_FORMS)}, with a number of tokens for N and a "
-        "ratio of 0 to 1 for R, such as epic-16 and cacheblend-0.15"
+        "ratio of 0 to 1 for R, such as epic-16 and cacheblend-0.15, and a press, a way to quantise or both for SIZE, "
+        "such as packet@compactor-0.3+k8v4"
     )

@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import pytest
+
+from kvpacket_rag.bench.size import quantised
+from kvpacket_rag.engine import KVPacketEngine
+
+
+@pytest.fixture(scope="module")
+def figures(backbone, adapter) -> dict[str, float]:
+    return quantised(KVPacketEngine(backbone, adapter=adapter), 1)
+
+
+def test_fewer_bits_are_further_away_and_take_less(figures: dict[str, float]):
+    assert 0 < figures["kl_int8"] < figures["kl_k8v4"] < figures["kl_int4"]
+    assert figures["bytes_int8"] > figures["bytes_k8v4"] > figures["bytes_int4"] > 0
+
+
+def test_bytes_are_a_share_of_those_in_16_bits(figures: dict[str, float]):
+    """Of 16 channels: 8 or 4 bits each, and 24 bits of scale and zero point for a token's values."""
+    assert figures["bytes_int8"] == pytest.approx((8 + (8 + 24 / 16)) / 32, rel=0.05)
+    assert figures["bytes_k8v4"] == pytest.approx((8 + (4 + 24 / 16)) / 32, rel=0.05)
