@@ -12,6 +12,7 @@ import numpy.typing as npt
 from kvpacket_rag.chunk import Chunk, Hit
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.index_file import IndexFile
+from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.nearest import Ids, Kind, NearestVectors, Vectors, unit_vectors
 from kvpacket_rag.rows import ChunkRows, metadata_json, record, wrong_dim
 
@@ -38,10 +39,12 @@ class PacketIndex:
         self._dim = dim
         self._kind: Kind = kind
         self._nearest: NearestVectors | None = None
-        self._version: tuple[int, int] | None = None  # of the rows that FAISS holds
+        self._version: tuple[int, int, int] | None = None  # of the rows that FAISS holds
 
     @classmethod
-    def open(cls, path: Path | str | None, *, dim: int | None = None, kind: Kind = "flat") -> PacketIndex:
+    def open(
+        cls, path: Path | str | None, *, dim: int | None = None, kind: Kind = "flat", namespace: str = ""
+    ) -> PacketIndex:
         """Open the index in a folder, or start one there.
 
         Args:
@@ -50,6 +53,8 @@ class PacketIndex:
             kind: how this process searches, no property of the folder: ``"flat"`` is exact; ``"hnsw"``
                 too up to ``nearest.GRAPH_FROM`` chunks, and beyond it searches faster, misses a hit now
                 and then, and builds its graph anew at every opening (about 0.5 ms a chunk).
+            namespace: whose chunks these are; each is an index of its own below ``path``, see
+                :func:`~kvpacket_rag.namespace.namespace_folder`.
 
         Raises:
             StoreFormatError: the folder's index file is none, or one of another format version.
@@ -59,7 +64,7 @@ class PacketIndex:
             raise StoreError(f"index kind {kind!r} is unknown; use 'flat' (exact) or 'hnsw' (approximate)")
         if dim is not None and dim < 1:
             raise StoreError(f"an index of {dim} dimensions is asked for; pass the embedder's dim, or None")
-        file = _index_file(Path(path).expanduser()) if path is not None else None
+        file = _index_file(namespace_folder(path, namespace).expanduser()) if path is not None else None
         index = cls(ChunkRows(IndexFile(file)), dim, kind)
         try:
             with index._rows.file.reading():
@@ -229,6 +234,18 @@ class PacketIndex:
     def set_packet_ids(self, packet_ids: Mapping[str, str]) -> None:
         """Give chunks (by chunk id) new packets, all or none. Ids deleted meanwhile are left out."""
         self._rows.update("packet_id", packet_ids)
+
+    def damaged(self) -> dict[str, str]:
+        """Chunk and document ids of damaged rows, as far as they can still be told; every row is read."""
+        return self._rows.damaged()
+
+    def faults(self) -> list[str]:
+        """What SQLite finds wrong with the file's structure."""
+        return self._rows.file.faults()
+
+    def compact(self) -> bool:
+        """Write the file anew, without the gaps that deletions left; False where that cannot be done now."""
+        return self._rows.file.compact()
 
     def get_setting(self, key: str) -> str | None:
         """A text kept with the index, such as the embedder's name; None if never set."""

@@ -2,30 +2,36 @@
 
 from __future__ import annotations
 
+import hashlib
 import sqlite3
 import threading
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+from kvpacket_rag import database
 from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
 
 APPLICATION_ID = 0x6B767069  # "kvpi", in the header of the file
-FORMAT_VERSION = 1
-_BUSY_SECONDS = 30.0
+FORMAT_VERSION = 2
+_LOG_WAIT_SECONDS = 1.0  # for readers to finish before the log is emptied of what was deleted
 
 # A vector gets a new id whenever it is written, and no id comes twice: the ids alone tell what changed.
 _SCHEMA = (
     """CREATE TABLE chunks (
         seq INTEGER PRIMARY KEY AUTOINCREMENT, chunk_id TEXT NOT NULL UNIQUE, document_id TEXT NOT NULL,
-        text TEXT NOT NULL, metadata TEXT NOT NULL, packet_id TEXT NOT NULL)""",
+        text TEXT NOT NULL, metadata TEXT NOT NULL, packet_id TEXT NOT NULL, digest BLOB NOT NULL)""",
     "CREATE INDEX chunks_by_document ON chunks (document_id)",
     """CREATE TABLE vectors (
         vector_id INTEGER PRIMARY KEY AUTOINCREMENT,
         seq INTEGER NOT NULL UNIQUE REFERENCES chunks ON DELETE CASCADE, vector BLOB NOT NULL)""",
     "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     f"PRAGMA application_id = {APPLICATION_ID}",
+    f"PRAGMA user_version = {FORMAT_VERSION}",
+)
+_FROM_VERSION_1 = (  # rows had no digest: what they say is believed once more, and sealed
+    "ALTER TABLE chunks ADD COLUMN digest BLOB NOT NULL DEFAULT x''",
+    "UPDATE chunks SET digest = row_digest(chunk_id, text, document_id, metadata, packet_id)",
     f"PRAGMA user_version = {FORMAT_VERSION}",
 )
 _ADVICE: dict[str, tuple[type[StoreError], str]] = {
@@ -39,11 +45,21 @@ _ADVICE: dict[str, tuple[type[StoreError], str]] = {
 }
 
 
+def row_digest(*columns: str) -> bytes:
+    """16 bytes over the columns of a chunk: SQLite does not notice a bit that flips inside a text."""
+    digest = hashlib.blake2b(digest_size=16)
+    for column in columns:
+        content = column.encode(errors="surrogatepass")
+        digest.update(len(content).to_bytes(8, "little") + content)
+    return digest.digest()
+
+
 class IndexFile:
     """One connection under one lock, so threads may share it.
 
     Other processes may open the same file on a local disk (SQLite's write-ahead log needs memory
     that they share). Every change is one transaction: whole or not at all, also if the process is killed.
+    Where nothing can be written, what there is can be read.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -54,14 +70,19 @@ class IndexFile:
             StoreError: it cannot be read or written.
         """
         self.name = str(path) if path else "in memory"
+        self._path = path
         self._lock = threading.RLock()
         self._closed = False
+        self._seen: object = None  # file and log as they were when they were opened for reading alone
+        self._reopened = 0
+        self._unclean = self._erased = False  # log and file may hold what was deleted
         with self._explained():
-            self._db = sqlite3.connect(
-                path or ":memory:", timeout=_BUSY_SECONDS, isolation_level=None, check_same_thread=False
-            )
+            self._db = database.connect(path)
             try:
                 self._prepare()
+            except sqlite3.OperationalError as error:
+                self._db.close()
+                self._read_only(error)
             except BaseException:
                 self._db.close()
                 raise
@@ -73,6 +94,7 @@ class IndexFile:
             if self._db.in_transaction:
                 yield self._db
                 return
+            self._look_again()
             self._db.execute("BEGIN")
             try:
                 yield self._db
@@ -80,8 +102,11 @@ class IndexFile:
                 self._db.rollback()
 
     @contextmanager
-    def writing(self) -> Iterator[sqlite3.Connection]:
+    def writing(self, *, erases: bool = False) -> Iterator[sqlite3.Connection]:
         """One transaction: all that is written inside, or nothing.
+
+        Args:
+            erases: what is deleted or replaced inside shall not stay in the write-ahead log.
 
         Raises:
             StoreError: this thread is in the middle of reading, or another process keeps writing.
@@ -98,66 +123,101 @@ class IndexFile:
                 if not self._closed:
                     self._db.rollback()
                 raise
+            self._erased |= erases
+            if erases or self._unclean:
+                self._unclean = not database.empty_log(self._db, _LOG_WAIT_SECONDS if erases else 0.0)
 
-    def version(self) -> tuple[int, int]:
+    def version(self) -> tuple[int, int, int]:
         """Changes whenever this or another process may have changed a row."""
         with self.reading() as db:
             (others,) = db.execute("PRAGMA data_version").fetchone()
-            return others, db.total_changes
+            return others, db.total_changes, self._reopened
+
+    def faults(self) -> list[str]:
+        """What SQLite finds wrong with the file's structure."""
+        with self.reading() as db:
+            return [str(line) for (line,) in db.execute("PRAGMA integrity_check(20)") if line != "ok"]
+
+    def compact(self) -> bool:
+        """Write the file anew, so that no gap in it holds what was deleted; whether that was done."""
+        with self._lock:
+            return database.compact(self._db, at_any_size=True)
 
     def close(self) -> None:
         """Release the file. A second call does nothing."""
         with self._lock:
+            if self._erased and not self._closed and self._path:
+                database.compact(self._db)
             self._closed = True
             self._db.close()
 
     def _prepare(self) -> None:
-        empty = self._is_empty()  # before anything is written: the file may be another program's
+        version = self._format()  # before anything is written: the file may be another program's
         self._db.execute("PRAGMA page_size = 8192")  # of a new file: four vectors of 384 numbers to a page
-        self._keep_write_ahead_log()
-        for pragma in ("synchronous = FULL", "foreign_keys = ON", "secure_delete = ON"):
+        database.use_write_ahead_log(self._db, self._path)
+        for pragma in ("synchronous = FULL", "foreign_keys = ON"):
             self._db.execute(f"PRAGMA {pragma}")
-        if empty:
+        if version != FORMAT_VERSION:
+            self._db.create_function("row_digest", 5, row_digest, deterministic=True)
             with self.writing() as db:
-                if self._is_empty():  # another process may have been quicker
-                    for statement in _SCHEMA:
-                        db.execute(statement)
+                version = self._format()  # another process may have been quicker
+                for statement in {0: _SCHEMA, 1: _FROM_VERSION_1}.get(version, ()):
+                    db.execute(statement)
 
-    def _keep_write_ahead_log(self) -> None:
-        deadline = time.monotonic() + _BUSY_SECONDS
-        while True:
-            try:
-                self._db.execute("PRAGMA journal_mode = WAL")
-                return
-            except sqlite3.OperationalError as error:  # two processes start the file: SQLite does not wait here
-                if "SQLITE_BUSY" not in error.sqlite_errorname or time.monotonic() > deadline:
-                    raise
-                time.sleep(0.01)
+    def _read_only(self, error: sqlite3.OperationalError) -> None:
+        """Read what there is where nothing can be written."""
+        if error.sqlite_errorcode & 0xFF not in database.NO_WRITE_CODES or not (self._path and self._path.is_file()):
+            raise error
+        self._seen = database.stamp(self._path)
+        try:
+            self._db = database.connect_read_only(self._path)
+        except sqlite3.Error:
+            raise error from None
+        if (version := self._format()) != FORMAT_VERSION:
+            self._db.close()
+            raise StoreFormatError(
+                f"index {self.name} has format {version} and cannot be written; open it once where it can, "
+                f"which brings it to format {FORMAT_VERSION}"
+            )
 
-    def _is_empty(self) -> bool:
-        """Whether the file is new; raises if it is not and is no index of this format."""
-        with self.reading() as db:
-            (application,) = db.execute("PRAGMA application_id").fetchone()
-            (version,) = db.execute("PRAGMA user_version").fetchone()
-            (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+    def _look_again(self) -> None:
+        """Where there was no log, SQLite took the file for unchanging; connect again once it did change."""
+        if self._seen is not None and self._path and self._seen != (now := database.stamp(self._path)):
+            self._db.close()
+            self._seen, self._db = now, database.connect_read_only(self._path)
+            self._reopened += 1
+
+    def _format(self) -> int:
+        """The file's format version, 0 of a new file.
+
+        Raises:
+            StoreFormatError: it is no index, or one of a format that cannot be read here.
+        """
+        db = self._db
+        (application,) = db.execute("PRAGMA application_id").fetchone()
+        (version,) = db.execute("PRAGMA user_version").fetchone()
+        (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
         if application == 0 and tables == 0:
-            return True
+            return 0
         if application != APPLICATION_ID:
             raise StoreFormatError(
                 f"{self.name} is a database of another program (application id {application:#x}, an index has "
                 f"{APPLICATION_ID:#x}); choose another folder for the index"
             )
-        if version != FORMAT_VERSION:
+        if not 1 <= version <= FORMAT_VERSION:
             raise StoreFormatError(
                 f"index {self.name} has format {version}, this version of kvpacket-rag reads format "
-                f"{FORMAT_VERSION}; open it with the version that wrote it, or build it again in another folder"
+                f"{FORMAT_VERSION} and earlier ones; open it with the version that wrote it, or build it again in "
+                "another folder"
             )
-        return False
+        return int(version)
 
     @contextmanager
     def _explained(self) -> Iterator[None]:
         try:
             yield
+        except UnicodeDecodeError as error:  # of SQLite's message, which quotes what is damaged
+            raise StoreError(f"index {self.name}: {_ADVICE['SQLITE_CORRUPT'][1]}") from error
         except sqlite3.Error as error:
             if self._closed:
                 raise StoreError(f"index {self.name} is closed; open it again") from error

@@ -11,14 +11,16 @@ import numpy.typing as npt
 
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.errors import StoreError
-from kvpacket_rag.index_file import IndexFile
+from kvpacket_rag.index_file import IndexFile, row_digest
 
 _PAGE = 500  # rows read at a time where all are wanted
 _COLUMNS = "chunk_id, text, document_id, metadata, packet_id"
-_UPSERT = f"""INSERT INTO chunks ({_COLUMNS}) VALUES (?, ?, ?, ?, ?) ON CONFLICT (chunk_id) DO UPDATE SET
+_UPSERT = f"""INSERT INTO chunks ({_COLUMNS}, digest) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (chunk_id) DO UPDATE SET
     text = excluded.text, document_id = excluded.document_id, metadata = excluded.metadata,
-    packet_id = excluded.packet_id"""
+    packet_id = excluded.packet_id, digest = excluded.digest"""
 _SET_VECTOR = "INSERT OR REPLACE INTO vectors (seq, vector) SELECT seq, ? FROM chunks WHERE chunk_id = ?"
+
+_SELECT = f"SELECT {_COLUMNS}, digest, seq FROM chunks"
 
 Vectors = npt.NDArray[np.float32]
 Ids = npt.NDArray[np.int64]
@@ -45,44 +47,55 @@ class ChunkRows:
 
     def put(self, records: Sequence[Record], vectors: Vectors) -> None:
         """Insert or replace chunks and their vectors; a replaced chunk keeps its place in the order."""
-        with self.file.writing() as db:
+        with self.file.reading() as db:
+            known = "SELECT 1 FROM chunks WHERE chunk_id = ?"
+            replaces = any(db.execute(known, record[:1]).fetchone() for record in records)
+        with self.file.writing(erases=replaces) as db:
             if (dim := self.dim()) not in (None, vectors.shape[1]):
                 raise wrong_dim(self.file.name, dim, vectors.shape[1])
             for record, vector in zip(records, vectors.astype("<f4", copy=False), strict=True):
-                db.execute(_UPSERT, record)
+                db.execute(_UPSERT, (*record, row_digest(*record)))
                 db.execute(_SET_VECTOR, (vector.tobytes(), record[0]))
 
     def delete(self, chunk_ids: Iterable[str]) -> list[str]:
         """Delete chunks and their vectors; the ids that were there, in the order given."""
-        with self.file.writing() as db:
+        names = list(chunk_ids)
+        with self.file.writing(erases=bool(names)) as db:
             sql = "DELETE FROM chunks WHERE chunk_id = ?"
-            return [name for name in chunk_ids if db.execute(sql, (name,)).rowcount]
+            return [name for name in names if db.execute(sql, (name,)).rowcount]
 
     def update(self, column: str, values: Mapping[str, str]) -> int:
         """Set ``metadata`` or ``packet_id`` of chunks; how many there were."""
+        place = _COLUMNS.split(", ").index(column)
+        changed = 0
         with self.file.writing() as db:
-            sql = f"UPDATE chunks SET {column} = ? WHERE chunk_id = ?"
-            return sum(db.execute(sql, (value, name)).rowcount for name, value in values.items())
+            for name, value in values.items():
+                row = db.execute(f"{_SELECT} WHERE chunk_id = ?", (name,)).fetchone()
+                if row is not None:
+                    self._chunk(row)
+                    digest = row_digest(*row[:place], value, *row[place + 1 : 5])
+                    sql = f"UPDATE chunks SET {column} = ?, digest = ? WHERE chunk_id = ?"
+                    changed += db.execute(sql, (value, digest, name)).rowcount
+        return changed
 
     def by_chunk_id(self, chunk_id: str) -> Chunk | None:
         """The chunk of that id."""
         with self.file.reading() as db:
-            row = db.execute(f"SELECT {_COLUMNS} FROM chunks WHERE chunk_id = ?", (chunk_id,)).fetchone()
-            return _chunk(row) if row else None
+            row = db.execute(f"{_SELECT} WHERE chunk_id = ?", (chunk_id,)).fetchone()
+            return self._chunk(row) if row else None
 
     def by_vector_id(self, vector_id: int) -> tuple[Chunk, str]:
         """The chunk of a vector and its packet id."""
         with self.file.reading() as db:
-            sql = f"SELECT {_COLUMNS} FROM chunks WHERE seq = (SELECT seq FROM vectors WHERE vector_id = ?)"
+            sql = f"{_SELECT} WHERE seq = (SELECT seq FROM vectors WHERE vector_id = ?)"
             row = db.execute(sql, (vector_id,)).fetchone()
-            return _chunk(row), row[4]
+            return self._chunk(row), row[4]
 
     def after(self, seq: int) -> tuple[int, list[tuple[Chunk, str]]]:
         """The next rows in insertion order, and the number to ask with for those that follow."""
         with self.file.reading() as db:
-            sql = f"SELECT {_COLUMNS}, seq FROM chunks WHERE seq > ? ORDER BY seq LIMIT {_PAGE}"
-            rows = db.execute(sql, (seq,)).fetchall()
-            return (rows[-1][5] if rows else seq), [(_chunk(row), row[4]) for row in rows]
+            rows = db.execute(f"{_SELECT} WHERE seq > ? ORDER BY seq LIMIT {_PAGE}", (seq,)).fetchall()
+            return (rows[-1][6] if rows else seq), [(self._chunk(row), row[4]) for row in rows]
 
     def chunk_ids(self, document_id: str) -> list[str]:
         """The chunks of a document, in insertion order."""
@@ -143,6 +156,32 @@ class ChunkRows:
                 return matrix
         raise StoreError(f"index {self.file.name} holds damaged vectors; build the index again from the documents")
 
+    def damaged(self) -> dict[str, str]:
+        """Chunk and document ids of rows that do not say what was written, as far as they can still be told."""
+        found: dict[str, str] = {}
+        with self.file.reading() as db:
+            for row in db.execute(_SELECT):
+                if not _is_intact(row):
+                    found[str(row[0])] = str(row[2])
+        return found
+
+    def _chunk(self, row: tuple[Any, ...]) -> Chunk:
+        """The chunk of a row.
+
+        Raises:
+            StoreError: the row is damaged.
+        """
+        if not _is_intact(row):
+            raise StoreError(
+                f"index {self.file.name}: the row of chunk {str(row[0])[:200]!r} is damaged; run 'kvpacket check DIR "
+                "--repair', which takes its document out, and ingest that again"
+            )
+        return Chunk(row[0], row[1], row[2], json.loads(row[3]))
+
+
+def _is_intact(row: tuple[Any, ...]) -> bool:
+    return all(isinstance(column, str) for column in row[:5]) and row_digest(*row[:5]) == row[5]
+
 
 def wrong_dim(where: str, stored: int | None, given: int) -> StoreError:
     """The error of vectors that do not fit the index."""
@@ -188,7 +227,3 @@ def metadata_json(chunk_id: str, metadata: Mapping[str, Any]) -> str:
             f"chunk {chunk_id!r}: metadata {key!r}: {reason}; use str keys, and str, number, bool, None, list or dict"
         )
     return json.dumps(dict(metadata))
-
-
-def _chunk(row: tuple[Any, ...]) -> Chunk:
-    return Chunk(row[0], row[1], row[2], json.loads(row[3]))

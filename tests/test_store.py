@@ -52,8 +52,8 @@ def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     opened: list[DiskStore] = []
     real = DiskStore.__init__
 
-    def remembering(self: DiskStore, path: Path | str, max_bytes: int | None = None) -> None:
-        real(self, path, max_bytes)
+    def remembering(self: DiskStore, *arguments: Any, **options: Any) -> None:
+        real(self, *arguments, **options)
         opened.append(self)
 
     monkeypatch.setattr(DiskStore, "__init__", remembering)

@@ -27,7 +27,7 @@ from kvpacket_rag.store import DiskStore
 """
 
 KILL_ROUNDS = """
-for round in range(25):
+for round in range(10):
     child = os.fork()
     if child == 0:
         store, chance = DiskStore(sys.argv[1]), random.Random(round)
@@ -35,7 +35,7 @@ for round in range(25):
             seed = chance.randrange(40)
             store.put(make_packet(seed), f"text {seed}", f"owner {seed}")
             store.drop_owners([f"owner {chance.randrange(40)}"])
-    time.sleep(random.Random(round).uniform(0.01, 0.1))
+    time.sleep(random.Random(round).uniform(0.05, 0.4))
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
     store = DiskStore(sys.argv[1])
@@ -44,7 +44,7 @@ for round in range(25):
         assert chunk.packet_id in store
         assert same(store.get(chunk.packet_id, SIGNATURE), make_packet(int(chunk.text.split()[1])))
     print(len(known), store.revision())
-    assert len(known) == len(store)
+    assert len(known) == len(store) == sum(path.is_file() for path in Path(sys.argv[1], "packets").rglob("*"))
     store.close()
 """
 
@@ -137,7 +137,7 @@ def test_the_byte_cap_holds_with_several_processes(tmp_path: Path) -> None:
 
 def test_a_writer_killed_at_any_moment_leaves_only_whole_packets(tmp_path: Path) -> None:
     counts = [int(line.split()[0]) for line in finish(start(KILL_ROUNDS, tmp_path)).splitlines()]
-    assert len(counts) == 25 and len(set(counts)) > 3
+    assert len(counts) == 10 and len(set(counts)) > 2
 
 
 def test_a_deletion_cut_off_half_way_leaves_no_text_and_a_file_to_sweep(
@@ -151,6 +151,5 @@ def test_a_deletion_cut_off_half_way_leaves_no_text_and_a_file_to_sweep(
         with pytest.raises(KeyboardInterrupt):
             store.drop_owners(["owner"])
     assert (len(store), packet_id([1], SIGNATURE) in store, list(store.known(SIGNATURE))) == (0, False, [])
-    os.utime(file, (0, 0))
     DiskStore(tmp_path)
     assert not file.exists()

@@ -4,37 +4,69 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Mapping
+import shutil
+import textwrap
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from kvpacket_rag.cli.options import INDEX_FILE, require_index
+from kvpacket_rag.cli.adapter_facts import adapter_facts, brief, flat
+from kvpacket_rag.cli.options import ADAPTER_FILE, INDEX_FILE, RUN_LOG, require_index
 from kvpacket_rag.cli.output import facts, show, show_json, size
 from kvpacket_rag.errors import KVPacketError, PacketCorruptError, StoreError
 
 SUMMARY = "show what an index, a packet or an adapter holds"
-DESCRIPTION = "Shows the contents of an index folder, of a packet's file or of an adapter's file. Loads no model."
+DESCRIPTION = (
+    "Shows the contents of an index folder, of a packet's file, or of an adapter: its file, or the folder of the run "
+    "that trained it. Loads no model."
+)
+_COLUMNS = 100
 _SETTINGS = ("model", "dtype", "adapter", "embedder", "chunk_tokens")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to look at."""
-    parser.add_argument("path", metavar="PATH", type=Path, help="folder of an index, packet or adapter (.safetensors)")
+    parser.add_argument(
+        "path",
+        metavar="PATH",
+        type=Path,
+        help="folder of an index or of a training run, or the .safetensors file of a packet or an adapter",
+    )
     parser.add_argument("--documents", action="store_true", help="list the documents of an index, with their chunks")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
 
 def run(args: argparse.Namespace) -> None:
     """Look."""
-    found = _file(args.path) if args.path.is_file() else _index(args.path, args.documents)
+    found = _file(args.path) if args.path.is_file() else _folder(args.path, args.documents)
     if args.json:
         show_json(found)
         return
     documents = found.pop("documents_listed", {})
-    show(facts((name.replace("_", " "), _shown(name, value)) for name, value in found.items()))
+    rows = [row for name, value in found.items() for row in _rows(name, value)]
+    width = max(len(name) for name, _ in rows) + 2
+    wrap = textwrap.TextWrapper(_COLUMNS, subsequent_indent=" " * width, break_long_words=False, break_on_hyphens=False)
+    show(facts((name, wrap.fill(text)) for name, text in rows))
     for document_id, chunks in documents.items():
         show(f"{chunks:6,}  {document_id}")
+
+
+def _folder(folder: Path, list_documents: bool) -> dict[str, Any]:
+    """An index, or the adapter of a training run.
+
+    Raises:
+        StoreError: it is neither.
+    """
+    if (folder / INDEX_FILE).is_file() or not (folder / RUN_LOG).is_file():
+        return _index(folder, list_documents)
+    adapter = folder / ADAPTER_FILE
+    if not adapter.is_file():
+        raise StoreError(
+            f"{folder} is the folder of a training run that has no adapter yet; let 'kvpacket train' go on"
+        )
+    return adapter_facts(adapter)
 
 
 def _index(folder: Path, list_documents: bool) -> dict[str, Any]:
@@ -43,8 +75,9 @@ def _index(folder: Path, list_documents: bool) -> dict[str, Any]:
     from kvpacket_rag.store import DiskStore
 
     index = PacketIndex.open(folder)
-    store = DiskStore(folder)
+    store = DiskStore(folder, sweep=False)
     try:
+        state = store.state()
         packet_ids = {packet_id for _, packet_id in index.rows()}
         found: dict[str, Any] = {
             "kind": "index",
@@ -52,9 +85,17 @@ def _index(folder: Path, list_documents: bool) -> dict[str, Any]:
             "chunks": len(index),
             "packets": len(store),
             "bytes_of_packets": store.size_bytes,
-            "bytes_of_index": (folder / INDEX_FILE).stat().st_size,
+            "bytes_of_packets_in_quarantine": _bytes_in(folder / "quarantine"),
+            "bytes_of_index": _bytes_of(folder / INDEX_FILE),
+            "bytes_of_catalogue": _bytes_of(folder / "packets.sqlite"),
+            "bytes_free_on_disk": shutil.disk_usage(folder).free,
+            "packets_evicted": state.evicted,
             "chunks_without_packet": sum(name not in store for name in packet_ids),
-            "packets_set_aside_as_damaged": len(list((folder / "quarantine").glob("*.safetensors"))),
+            "packets_set_aside_as_damaged": state.quarantined,
+            "files_without_row": state.disorder.orphans + state.disorder.quarantined_orphans + state.disorder.strays,
+            "rows_without_file": state.disorder.missing,
+            "last_sweep": _moment(state.last_sweep),
+            "namespaces": _namespaces(folder),
             "dimensions": index.dim,
             **{name: index.get_setting(name) for name in _SETTINGS},
             "signatures": [{**json.loads(text), "packets": count} for text, count in store.signatures().items()],
@@ -65,6 +106,23 @@ def _index(folder: Path, list_documents: bool) -> dict[str, Any]:
     finally:
         store.close()
         index.close()
+
+
+def _bytes_of(path: Path) -> int:
+    """Of a database, with the log beside it."""
+    return sum(found.stat().st_size for found in (path, Path(f"{path}-wal")) if found.is_file())
+
+
+def _bytes_in(folder: Path) -> int:
+    return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
+
+
+def _moment(seconds: int | None) -> str:
+    return "never" if seconds is None else time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
+
+
+def _namespaces(folder: Path) -> int:
+    return sum((path / INDEX_FILE).is_file() for path in (folder / "namespaces").glob("*"))
 
 
 def _file(path: Path) -> dict[str, Any]:
@@ -86,7 +144,7 @@ def _file(path: Path) -> dict[str, Any]:
     if {"packet_id", "signature"} <= about.keys():
         return _packet(path, about, shapes)
     if {"header", "trailer"} <= shapes.keys():
-        return _adapter(path)
+        return adapter_facts(path)
     raise StoreError(f"{path} holds neither a packet nor an adapter; 'kvpacket ingest' makes packets")
 
 
@@ -113,44 +171,23 @@ def _packet(path: Path, about: Mapping[str, str], shapes: Mapping[str, list[int]
     }
 
 
-def _adapter(path: Path) -> dict[str, Any]:
-    from kvpacket_rag.adapter import Adapter
-
-    adapter = Adapter.load(path)
-    return {
-        "kind": "adapter",
-        "parts": adapter.summary,
-        "header_tokens": adapter.header.shape[0],
-        "trailer_tokens": adapter.trailer.shape[0],
-        "tokens_added_to_a_packet": adapter.stored_tokens,
-        "hidden_size": adapter.hidden_size,
-        "digest": adapter.digest,
-        "bytes": path.stat().st_size,
-        "about": {name: _parsed(text) for name, text in adapter.metadata.items()},
-    }
+def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
+    """A fact for a person; what has parts takes a row for each."""
+    name = name.replace("_", " ")
+    if name == "about":
+        for key, part in value.items():
+            yield from flat(key.replace("_", " "), part)
+    elif name.startswith("bytes"):
+        yield name, size(value)
+    elif isinstance(value, list):
+        yield from ((name, _shown(entry)) for entry in value or ["none"])
+    else:
+        yield name, _shown(value)
 
 
-def _parsed(text: str) -> Any:
-    """Recipe, data and figures are JSON within the metadata; the rest is text."""
-    return json.loads(text) if text.startswith("{") else text
-
-
-def _shown(name: str, value: Any) -> str:
-    """A value for a person; what has parts takes a line for each."""
-    if name.startswith("bytes"):
-        return size(value)
-    if isinstance(value, list):
-        return "\n".join(_shown("", entry) for entry in value) or "none"
-    if isinstance(value, Mapping) and name == "about":
-        return "\n".join(f"{key}: {_shown('', part)}" for key, part in value.items()) or "nothing"
+def _shown(value: Any) -> str:
     if isinstance(value, Mapping):
-        return "; ".join(f"{key} {_brief(part)}" for key, part in value.items()) or "none"
+        return "; ".join(f"{key} {brief(part)}" for key, part in value.items()) or "none"
     if isinstance(value, bool):
         return "yes" if value else "no"
     return f"{value:,}" if isinstance(value, int) else str(value or "none")
-
-
-def _brief(value: Any) -> str:
-    """Digests by their first twelve characters."""
-    text = f"{value:.4f}" if isinstance(value, float) else str(value)
-    return f"{text[:12]}…" if len(text) == 64 else text

@@ -1,9 +1,22 @@
-"""Where packets rest: the protocol, a store on disk and a store in memory."""
+"""Where packets rest: the protocol, a store on disk, a store in memory, and faster tiers above either."""
 
 from __future__ import annotations
 
+from kvpacket_rag.store.check import StoreCheck, StoreState
 from kvpacket_rag.store.disk import DiskStore
 from kvpacket_rag.store.memory import MemoryStore
+from kvpacket_rag.store.metrics import StoreCounts, StoreMetrics
 from kvpacket_rag.store.protocol import KnownChunk, PacketStore
+from kvpacket_rag.store.tiered import TieredStore
 
-__all__ = ["DiskStore", "KnownChunk", "MemoryStore", "PacketStore"]
+__all__ = [
+    "DiskStore",
+    "KnownChunk",
+    "MemoryStore",
+    "PacketStore",
+    "StoreCheck",
+    "StoreCounts",
+    "StoreMetrics",
+    "StoreState",
+    "TieredStore",
+]

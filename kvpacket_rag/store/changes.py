@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import sqlite3
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Set
 from dataclasses import dataclass
 from itertools import islice
 
 from kvpacket_rag.packet import Packet
+from kvpacket_rag.store.eviction import Candidate, Eviction, choose
+from kvpacket_rag.store.schema import row_digest
 
 STORED, EVICTED, QUARANTINED = "stored", "evicted", "quarantined"
+FILE_MISSING = "its file is missing"  # as the reason of an evicted row
 
 _BATCH = 500  # values a statement; SQLite allows 999 or more
 
@@ -35,7 +38,26 @@ def find_row(connection: sqlite3.Connection, packet_id: str) -> PacketRow | None
     """The row of a packet, if it is known."""
     query = "SELECT signature, size_bytes, state, reason FROM packets WHERE packet_id = ?"
     row = connection.execute(query, (packet_id,)).fetchone()
-    return PacketRow(*row) if row else None
+    return PacketRow(str(row[0]), row[1], str(row[2]), str(row[3])) if row else None
+
+
+def is_intact(connection: sqlite3.Connection, packet_id: str) -> bool:
+    """Whether the row of a packet is known and says what was written."""
+    query = "SELECT signature, text, num_tokens, digest FROM packets WHERE packet_id = ?"
+    row = connection.execute(query, (packet_id,)).fetchone()
+    if row is None or not isinstance(row[0], str) or not isinstance(row[1], str):
+        return False
+    return bool(row_digest(packet_id, *row[:3]) == row[3])
+
+
+def count_rows(connection: sqlite3.Connection) -> tuple[int, int]:
+    """Stored packets and bytes of all files, by counting."""
+    query = (
+        "SELECT COALESCE(SUM(state = 'stored'), 0), COALESCE(SUM(CAST(size_bytes AS INTEGER)), 0) "
+        "FROM packets WHERE state IN ('stored', 'quarantined')"
+    )
+    stored, size_bytes = connection.execute(query).fetchone()
+    return int(stored), int(size_bytes)
 
 
 class CatalogueChanges:
@@ -44,6 +66,7 @@ class CatalogueChanges:
     def __init__(self, connection: sqlite3.Connection) -> None:
         self._connection = connection
         self._undo: list[Callable[[], None]] = []
+        self.erased = False  # whether a text was deleted that may stay nowhere
 
     def on_failure(self, action: Callable[[], None]) -> None:
         """Do this, still inside the transaction, if it does not come to be committed."""
@@ -58,17 +81,23 @@ class CatalogueChanges:
         """The row of a packet, as this transaction sees it."""
         return find_row(self._connection, packet_id)
 
+    def is_intact(self, packet_id: str) -> bool:
+        """Whether the row of a packet is known and says what was written."""
+        return is_intact(self._connection, packet_id)
+
     def size_bytes(self) -> int:
         """Bytes of all files, as this transaction sees them."""
-        return int(self._connection.execute("SELECT size_bytes FROM totals").fetchone()[0])
+        query = "SELECT COALESCE(MAX(CAST(size_bytes AS INTEGER)), 0) FROM totals"
+        return int(self._connection.execute(query).fetchone()[0])
 
     def store(self, packet: Packet, text: str, size_bytes: int, used: int) -> None:
         """Say that a packet's file is in place."""
+        said = packet.packet_id, packet.signature.to_json(), text, packet.num_tokens
         self._connection.execute(
-            "INSERT INTO packets (packet_id, signature, text, num_tokens, size_bytes, state, last_used) "
-            "VALUES (?, ?, ?, ?, ?, 'stored', ?) ON CONFLICT (packet_id) DO UPDATE SET "
+            "INSERT INTO packets (packet_id, signature, text, num_tokens, size_bytes, state, last_used, digest) "
+            "VALUES (?, ?, ?, ?, ?, 'stored', ?, ?) ON CONFLICT (packet_id) DO UPDATE SET "
             "size_bytes = excluded.size_bytes, state = 'stored', reason = '', last_used = excluded.last_used",
-            (packet.packet_id, packet.signature.to_json(), text, packet.num_tokens, size_bytes, used),
+            (*said, size_bytes, used, row_digest(*said)),
         )
 
     def set_aside(self, packet_id: str, size_bytes: int, reason: str) -> None:
@@ -110,7 +139,23 @@ class CatalogueChanges:
     def remove(self, packet_id: str) -> None:
         """Forget a packet, its text and its owners."""
         self._connection.execute("DELETE FROM owners WHERE packet_id = ?", (packet_id,))
+        self.drop_row(packet_id)
+
+    def drop_row(self, packet_id: str) -> None:
+        """Forget what is said of a packet, and keep its owners."""
         self._connection.execute("DELETE FROM packets WHERE packet_id = ?", (packet_id,))
+        self.erased = True
+
+    def note(self, key: str, value: str) -> None:
+        """Note a fact about the store."""
+        self._connection.execute("INSERT OR REPLACE INTO meta VALUES (?, ?)", (key, value))
+
+    def count_anew(self) -> None:
+        """Replace the counts by those of the rows; the revision moves on, so that nobody goes by what it knew."""
+        (revision,) = self._connection.execute("SELECT MAX(revision) FROM totals").fetchone()
+        revision = revision + 1 if isinstance(revision, int) else 0
+        self._connection.execute("DELETE FROM totals")
+        self._connection.execute("INSERT INTO totals VALUES (?, ?, ?)", (*count_rows(self._connection), revision))
 
     def touch(self, uses: Mapping[str, int]) -> None:
         """Note when packets were last used."""
@@ -118,19 +163,21 @@ class CatalogueChanges:
             "UPDATE packets SET last_used = MAX(last_used, ?2) WHERE packet_id = ?1", list(uses.items())
         )
 
-    def least_used(self, size_bytes: int, held: Set[str]) -> list[str] | None:
-        """Packets whose files together free ``size_bytes``: damaged ones first, then the least recently used.
+    def choose_victims(self, size_bytes: int, held: Set[str], eviction: Eviction) -> list[Candidate] | None:
+        """Packets whose files together free ``size_bytes``: damaged ones first, then as ``eviction`` says.
 
         Returns:
-            Their ids; None when all that is not held would not be enough.
+            None when all that is not held would not be enough.
         """
-        chosen: list[str] = []
-        for state in (QUARANTINED, STORED):
-            query = "SELECT packet_id, size_bytes FROM packets WHERE state = ? ORDER BY last_used"
-            for packet_id, packet_bytes in self._connection.execute(query, (state,)):
-                if size_bytes <= 0:
-                    return chosen
-                if packet_id not in held:
-                    chosen.append(packet_id)
-                    size_bytes -= packet_bytes
-        return chosen if size_bytes <= 0 else None
+        damaged = choose(self._candidates(QUARANTINED), size_bytes, held, "lru")
+        if damaged is not None:
+            return damaged
+        damaged = [found for found in self._candidates(QUARANTINED) if found.packet_id not in held]
+        size_bytes -= sum(found.size_bytes for found in damaged)
+        stored = choose(self._candidates(STORED), size_bytes, held, eviction)
+        return None if stored is None else damaged + stored
+
+    def _candidates(self, state: str) -> Iterator[Candidate]:
+        columns = "packet_id, CAST(num_tokens AS INTEGER), CAST(size_bytes AS INTEGER)"
+        query = f"SELECT {columns} FROM packets WHERE state = ? ORDER BY last_used"
+        return (Candidate(*row) for row in self._connection.execute(query, (state,)))

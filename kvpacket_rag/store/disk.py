@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from threading import Lock
 from typing import Self
 
-from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError, StoreError, StoreFullError
+from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError, StoreError
+from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.packet import Packet, PacketSignature
 from kvpacket_rag.store.catalogue import Catalogue
-from kvpacket_rag.store.changes import QUARANTINED, STORED, CatalogueChanges, PacketRow
+from kvpacket_rag.store.changes import FILE_MISSING, QUARANTINED, STORED, PacketRow
+from kvpacket_rag.store.check import StoreCheck, StoreState, check, state
+from kvpacket_rag.store.eviction import Eviction, require_eviction
 from kvpacket_rag.store.folder import StoreFolder
-from kvpacket_rag.store.holds import Holds
+from kvpacket_rag.store.metrics import MissReason, StoreMetrics
 from kvpacket_rag.store.packet_file import FileStamp, packet_parts, read_packet
 from kvpacket_rag.store.protocol import KnownChunk, require_byte_cap, require_packet_id
+from kvpacket_rag.store.reads import Reads
+from kvpacket_rag.store.upkeep import Limits, Upkeep
 
 _READ_ATTEMPTS = 5  # a file can be exchanged under a reader only by a deletion and a new put
 
@@ -29,33 +32,52 @@ class DiskStore:
     cut, a flipped bit or an exchanged file shows as :class:`PacketCorruptError`, never as an answer.
     Tensors are mapped, not copied, and stay readable after their packet was deleted.
 
-    Holds are those of this process: what another process evicts is a miss if it was not loaded yet.
+    Holds are those of this process: what another process evicts is a miss if it was not loaded yet. Several
+    processes of one machine may share a store on its local disk. On a network file system SQLite's locks and its
+    shared memory do not reach from one machine to another, so there only one machine may use it at a time. Where
+    the folder cannot be written, what it holds is read, and every change is refused.
 
     Args:
         path: the folder, created when missing.
-        max_bytes: cap on the bytes of all packet files; the least recently used packets make room.
+        max_bytes: cap on the bytes of all packet files.
+        eviction: what makes room under the cap: the least recently used packets (``"lru"``), or of those the ones
+            that are encoded again soonest for the bytes they free (``"cost"``).
+        namespace: whose packets these are; each namespace is a store of its own below ``path``, see
+            :func:`~kvpacket_rag.namespace.namespace_folder`.
+        sweep: put right at opening what killed processes left; without, :meth:`state` and :meth:`check` show it.
+
+    Attributes:
+        metrics: what this object counted since it was opened.
 
     Raises:
         StoreFormatError: the folder holds another format version.
-        StoreError: the path is a file, or the folder cannot be created or written.
+        StoreError: the path is a file, or the folder cannot be created or read.
     """
 
-    def __init__(self, path: Path | str, max_bytes: int | None = None) -> None:
+    def __init__(
+        self,
+        path: Path | str,
+        max_bytes: int | None = None,
+        *,
+        eviction: Eviction = "lru",
+        namespace: str = "",
+        sweep: bool = True,
+    ) -> None:
         require_byte_cap(max_bytes)
-        self._max_bytes = max_bytes
-        self._folder = StoreFolder(Path(path))
-        self._catalogue = Catalogue(self._folder.root / "packets.sqlite")
-        self._holds = Holds()
-        self._verified: dict[str, FileStamp] = {}
-        self._uses: dict[str, int] = {}  # written in batches: a read must not cost a transaction
-        self._clock = self._catalogue.latest_use()
-        self._clock_lock = Lock()
+        require_eviction(eviction)
+        self._folder = StoreFolder(namespace_folder(path, namespace))
+        self.metrics = StoreMetrics()
+        self._catalogue = Catalogue(self._folder.root / "packets.sqlite", self.metrics)
         self._closed = False
         try:
-            self._folder.sweep(self._catalogue.ids(STORED), self._catalogue.ids(QUARANTINED))
-            if max_bytes is not None and self.size_bytes > max_bytes:
-                with self._catalogue.transaction() as changes:
-                    self._evict(changes, 0)
+            self._reads = Reads(self._catalogue.latest_use())
+            limits = Limits(max_bytes, eviction)
+            self._upkeep = Upkeep(self._folder, self._catalogue, self._reads, limits, self.metrics)
+            if sweep and not self._catalogue.is_read_only:
+                self._upkeep.sweep()
+                if max_bytes is not None and self.size_bytes > max_bytes:
+                    with self._catalogue.transaction() as changes:
+                        self._upkeep.make_room(changes, 0)
         except BaseException:
             self._catalogue.close()
             raise
@@ -64,10 +86,8 @@ class DiskStore:
         """See :meth:`PacketStore.put`."""
         require_packet_id(packet.packet_id)
         row = self._catalogue.find(packet.packet_id)
-        if row is not None:
-            packet.signature.require(PacketSignature.from_json(row.signature), packet.packet_id)
         if self._is_stored(packet.packet_id, row):
-            if owner is None or self._catalogue.is_owner(packet.packet_id, owner):
+            if self._has_nothing_to_add(packet, row, owner):
                 return
             parts: list[bytes | memoryview] = []
         else:
@@ -81,13 +101,17 @@ class DiskStore:
         for _ in range(_READ_ATTEMPTS):
             row = self._catalogue.find(packet_id)
             if row is None or row.state != STORED:
+                self.metrics.miss(_fate(row))
                 raise _not_found(packet_id, row)
             if row.signature != signature.to_json():
+                self.metrics.miss("mismatch")
                 signature.require(PacketSignature.from_json(row.signature), packet_id)
-            packet = self._try_get(packet_id, signature)
+            packet = self._counted(lambda: self._try_get(packet_id, signature))
             if packet is not None:
-                self._uses[packet_id] = self._tick()
+                self._reads.used(packet_id)
+                self.metrics.count(hits=1)
                 return packet
+        self.metrics.miss("unreadable")
         raise StoreError(f"packet {packet_id!r} keeps changing while it is read; stop what rewrites its file")
 
     def __contains__(self, packet_id: object) -> bool:
@@ -107,7 +131,7 @@ class DiskStore:
             gone = changes.disown(owners)
             for packet_id in gone:
                 changes.remove(packet_id)
-        self._discard(gone)
+        self._upkeep.discard(gone)
         return gone
 
     def delete(self, packet_id: str) -> None:
@@ -115,7 +139,7 @@ class DiskStore:
         require_packet_id(packet_id)
         with self._catalogue.transaction(durable=True) as changes:
             changes.remove(packet_id)
-        self._discard([packet_id])
+        self._upkeep.discard([packet_id])
 
     def known(self, signature: PacketSignature) -> Iterator[KnownChunk]:
         """See :meth:`PacketStore.known`."""
@@ -131,7 +155,7 @@ class DiskStore:
 
     def hold(self, packet_ids: Iterable[str]) -> AbstractContextManager[None]:
         """See :meth:`PacketStore.hold`."""
-        return self._holds.hold(packet_ids)
+        return self._upkeep.holds.hold(packet_ids)
 
     def __len__(self) -> int:
         return self._catalogue.totals().stored
@@ -150,11 +174,20 @@ class DiskStore:
             return
         self._closed = True
         try:
-            if uses := self._take_uses():
+            uses = self._reads.take_uses()
+            if uses and not self._catalogue.is_read_only:
                 with self._catalogue.transaction() as changes:
                     changes.touch(uses)
         finally:
             self._catalogue.close()
+
+    def check(self, *, repair: bool = False, progress: Callable[[int, int], None] | None = None) -> StoreCheck:
+        """Verify every row and every packet file; see :func:`kvpacket_rag.store.check.check`."""
+        return check(self._folder, self._catalogue, self._upkeep, repair=repair, progress=progress)
+
+    def state(self) -> StoreState:
+        """Counts and bytes as the catalogue has them, and where files and rows disagree."""
+        return state(self._catalogue, self._upkeep)
 
     def _try_put(
         self, packet: Packet, text: str, owner: str | None, parts: list[bytes | memoryview], only_known: bool
@@ -170,35 +203,58 @@ class DiskStore:
             row = changes.find(packet_id)
             if row is None and only_known:
                 return True
-            if not self._is_stored(packet_id, row):
-                if not parts:
+            intact = row is None or changes.is_intact(packet_id)
+            if row is not None and intact:
+                packet.signature.require(PacketSignature.from_json(row.signature), packet_id)
+            if not intact or not self._is_stored(packet_id, row):
+                if not parts or self._upkeep.make_room(changes, size_bytes):
                     return False
-                if self._max_bytes is not None and changes.size_bytes() + size_bytes > self._max_bytes:
-                    self._evict(changes, size_bytes)
-                    return False
+                if not intact:
+                    self.metrics.count(damaged_rows=1)
+                    changes.drop_row(packet_id)
                 changes.on_failure(lambda: self._folder.withdraw(packet_id))
                 self._folder.save(packet_id, parts)
                 self._folder.forget_damaged(packet_id)
-                changes.store(packet, text, size_bytes, self._tick())
+                changes.store(packet, text, size_bytes, self._reads.tick())
+                self.metrics.count(puts=1, bytes_put=size_bytes)
             if owner is not None:
                 changes.own(packet_id, owner)
         return True
+
+    def _has_nothing_to_add(self, packet: Packet, row: PacketRow | None, owner: str | None) -> bool:
+        same = row is not None and row.signature == packet.signature.to_json()
+        owned = owner is None or self._catalogue.is_owner(packet.packet_id, owner)
+        return same and owned and self._catalogue.is_intact(packet.packet_id)
+
+    def _counted(self, read: Callable[[], Packet | None]) -> Packet | None:
+        """What ``read`` gives, and its failures counted."""
+        try:
+            return read()
+        except PacketCorruptError:
+            self.metrics.miss("damaged")
+            raise
+        except PacketNotFoundError:
+            self.metrics.miss("missing")
+            raise
+        except StoreError:
+            self.metrics.miss("unreadable")
+            raise
 
     def _try_get(self, packet_id: str, signature: PacketSignature) -> Packet | None:
         """The packet, or None when its file was exchanged meanwhile."""
         path = self._folder.path_of(packet_id)
         stamp: FileStamp | None = None
         try:
-            stamp = FileStamp.of(path)
-            settled = stamp.is_settled()
-            packet = read_packet(path, packet_id, signature, verify=self._verified.get(packet_id) != stamp)
-            if FileStamp.of(path) != stamp:
+            stamp = self._folder.stamp(packet_id)
+            settled, verify = stamp.is_settled(), not self._reads.is_verified(packet_id, stamp)
+            packet = read_packet(path, packet_id, signature, verify=verify)
+            if self._folder.stamp(packet_id) != stamp:
                 return None
         except FileNotFoundError:
-            self._note_missing(packet_id)
+            self._upkeep.note_missing(packet_id)
             return None
         except PacketCorruptError as error:
-            if stamp is None or not self._set_aside(packet_id, stamp, str(error)):
+            if stamp is None or not self._upkeep.set_aside(packet_id, stamp, str(error)):
                 return None
             raise PacketCorruptError(
                 f"packet {packet_id!r} is damaged: {error}; its file was set aside, encode the chunk again"
@@ -206,86 +262,26 @@ class DiskStore:
         except OSError as error:
             raise StoreError(f"packet file {str(path)!r} cannot be read: {error}; check the permissions") from error
         if settled:
-            self._verified[packet_id] = stamp
+            self._reads.verified(packet_id, stamp)
+        self.metrics.count(loads=1, bytes_loaded=stamp.size_bytes, verifications=int(verify))
         return packet
 
     def _is_stored(self, packet_id: str, row: PacketRow | None) -> bool:
         if row is None or row.state != STORED:
             return False
         try:
-            stamp = FileStamp.of(self._folder.path_of(packet_id))
+            stamp = self._folder.stamp(packet_id)
         except OSError:
             return False
         return stamp.is_regular and stamp.size_bytes == row.size_bytes
 
-    def _evict(self, changes: CatalogueChanges, size_bytes: int) -> None:
-        """Delete files until ``size_bytes`` more fit under the cap."""
-        changes.touch(self._take_uses())
-        with self._holds.frozen() as held:
-            excess = changes.size_bytes() + size_bytes - (self._max_bytes or 0)
-            chosen = changes.least_used(excess, held)
-            if chosen is None:
-                raise StoreFullError(
-                    f"a packet of {size_bytes} bytes does not fit under the cap of {self._max_bytes} bytes beside "
-                    "what running requests hold; raise max_bytes"
-                )
-            for packet_id in chosen:
-                self._folder.remove(packet_id)
-                changes.evict(packet_id, "evicted to stay under the byte cap")
-                self._verified.pop(packet_id, None)
 
-    def _discard(self, packet_ids: Sequence[str]) -> None:
-        """Delete the files of packets whose rows are gone: after a crash between the two, nobody sees the file."""
-        if not packet_ids:
-            return
-        with self._catalogue.transaction() as changes:
-            for packet_id in packet_ids:
-                if changes.find(packet_id) is None:  # else another writer stored it again meanwhile
-                    self._folder.remove(packet_id)
-                self._verified.pop(packet_id, None)
-                self._uses.pop(packet_id, None)
-
-    def _note_missing(self, packet_id: str) -> None:
-        """Correct the row of a packet whose file is gone; a catalogue that cannot be written changes nothing of that.
-
-        Raises:
-            PacketNotFoundError: the row could not be corrected.
-        """
-        try:
-            with self._catalogue.transaction() as changes:
-                row = changes.find(packet_id)
-                if row is not None and row.state == STORED and not self._folder.holds(packet_id):
-                    changes.evict(packet_id, "its file is missing")
-        except StoreError as error:
-            raise PacketNotFoundError(f"the file of packet {packet_id!r} is missing, and {error}") from error
-
-    def _set_aside(self, packet_id: str, stamp: FileStamp, reason: str) -> bool:
-        """Quarantine a damaged file; False when a whole one may have taken its place.
-
-        Raises:
-            PacketCorruptError: it could not be moved; it stays where it is and is refused every time.
-        """
-        try:
-            with self._catalogue.transaction() as changes:
-                row = changes.find(packet_id)
-                if row is None or row.state != STORED or not self._folder.holds(packet_id, stamp):
-                    return False
-                self._folder.set_aside(packet_id)
-                changes.set_aside(packet_id, stamp.size_bytes, reason)
-        except StoreError as error:
-            raise PacketCorruptError(f"packet {packet_id!r} is damaged: {reason}; {error}") from error
-        self._verified.pop(packet_id, None)
-        return True
-
-    def _take_uses(self) -> dict[str, int]:
-        uses, self._uses = self._uses, {}
-        return uses
-
-    def _tick(self) -> int:
-        """Nanoseconds that only grow, even when the system's clock goes back."""
-        with self._clock_lock:
-            self._clock = max(self._clock + 1, time.time_ns())
-            return self._clock
+def _fate(row: PacketRow | None) -> MissReason:
+    if row is None:
+        return "unknown"
+    if row.reason == FILE_MISSING:
+        return "missing"
+    return "quarantined" if row.state == QUARANTINED else "evicted"
 
 
 def _not_found(packet_id: str, row: PacketRow | None) -> PacketNotFoundError:

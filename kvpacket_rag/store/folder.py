@@ -7,14 +7,13 @@ import os
 import re
 import secrets
 import shutil
-import time
-from collections.abc import Container, Iterable
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvpacket_rag.errors import StoreError, StoreFullError
 from kvpacket_rag.store.packet_file import FileStamp
-
-SWEEP_AGE_SECONDS = 3600.0  # no write takes this long, so an older leftover belongs to a process that was killed
+from kvpacket_rag.store.protocol import require_packet_id
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _PACKET_FILE = re.compile(r"([0-9a-f]{64})\.safetensors")
@@ -22,8 +21,27 @@ _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
 _FULL = {errno.ENOSPC, errno.EDQUOT}
 
 
+@dataclass(frozen=True, slots=True)
+class FolderContents:
+    """What lies in the folders of a store.
+
+    Attributes:
+        packets: ids of the files where stored packets lie.
+        quarantined: ids of the files set aside.
+        strays: temporary files of writers at work or killed, packet files in the wrong folder, and links in place of
+            folders.
+    """
+
+    packets: set[str] = field(default_factory=set)
+    quarantined: set[str] = field(default_factory=set)
+    strays: list[Path] = field(default_factory=list)
+
+
 class StoreFolder:
-    """``packets/<first 2 hex>/<packet_id>.safetensors`` and ``quarantine/<packet_id>.safetensors``."""
+    """``packets/<first 2 hex>/<packet_id>.safetensors`` and ``quarantine/<packet_id>.safetensors``.
+
+    Nothing outside of it is read or changed: a link in place of a file or of one of its folders is not followed.
+    """
 
     def __init__(self, root: Path) -> None:
         root = root.expanduser().absolute()  # the same folder wherever the process goes
@@ -33,14 +51,38 @@ class StoreFolder:
         try:
             for folder in (root, self.packets, self.quarantine):
                 folder.mkdir(parents=True, exist_ok=True)
+                if folder is not root and folder.is_symlink():
+                    raise StoreError(
+                        f"{str(folder)!r} is a link; a store keeps its own files, so link its whole folder"
+                    )
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreError(f"{str(root)!r} cannot be a store: {error.filename!r} is a file; name a folder") from error
         except OSError as error:
             raise StoreError(f"the store {str(root)!r} cannot be created: {error}; check the permissions") from error
 
     def path_of(self, packet_id: str) -> Path:
-        """Where the packet's file lies when it is stored."""
+        """Where the packet's file lies when it is stored.
+
+        Raises:
+            PacketError: the name is no packet id; a forged row could lead anywhere.
+        """
+        require_packet_id(packet_id)
         return self.packets / packet_id[:2] / f"{packet_id}.safetensors"
+
+    def _aside_path(self, packet_id: str) -> Path:
+        require_packet_id(packet_id)
+        return self.quarantine / f"{packet_id}.safetensors"
+
+    def stamp(self, packet_id: str) -> FileStamp:
+        """What lies where the packet's file belongs looks like from outside.
+
+        Raises:
+            FileNotFoundError: nothing is there, or only by way of a link.
+        """
+        path = self.path_of(packet_id)
+        if path.parent.is_symlink():
+            raise FileNotFoundError(errno.ENOENT, "its folder is a link", str(path))
+        return FileStamp.of(path)
 
     def save(self, packet_id: str, parts: Iterable[bytes | memoryview]) -> None:
         """Write a packet's file so that it is there whole or not at all, also after a power cut.
@@ -54,6 +96,8 @@ class StoreFolder:
         target = self.path_of(packet_id)
         temporary = target.with_name(f".{packet_id}.{secrets.token_hex(8)}.tmp")
         try:
+            if target.parent.is_symlink():
+                target.parent.unlink()
             target.parent.mkdir(exist_ok=True)
             with open(temporary, "xb") as file:
                 file.writelines(parts)
@@ -72,14 +116,18 @@ class StoreFolder:
     def holds(self, packet_id: str, stamp: FileStamp | None = None) -> bool:
         """Whether something lies where the packet's file belongs, and still has that stamp if one is given."""
         try:
-            found = FileStamp.of(self.path_of(packet_id))
+            found = self.stamp(packet_id)
         except FileNotFoundError:
             return False
         return stamp is None or found == stamp
 
+    def is_set_aside(self, packet_id: str) -> bool:
+        """Whether something lies in quarantine under this id."""
+        return os.path.lexists(self._aside_path(packet_id))
+
     def set_aside(self, packet_id: str) -> None:
         """Move a damaged file, whatever it is, out of the packets' way."""
-        target = self.quarantine / f"{packet_id}.safetensors"
+        target = self._aside_path(packet_id)
         try:
             _remove(target)
             os.replace(self.path_of(packet_id), target)
@@ -93,24 +141,39 @@ class StoreFolder:
 
     def withdraw(self, packet_id: str) -> None:
         """Delete what lies where the packet's file belongs, if anything does."""
-        self._delete(packet_id, self.path_of(packet_id))
+        path = self.path_of(packet_id)
+        if not path.parent.is_symlink():
+            self._delete(packet_id, path)
 
     def forget_damaged(self, packet_id: str) -> None:
         """Delete what was set aside under this id, if anything was."""
-        self._delete(packet_id, self.quarantine / f"{packet_id}.safetensors")
+        self._delete(packet_id, self._aside_path(packet_id))
 
-    def sweep(self, stored: Container[str], quarantined: Container[str]) -> int:
-        """Delete what killed processes left: old temporary files and files no row speaks of; returns how many.
+    def contents(self) -> FolderContents:
+        """What lies in the folders; files of other names are left alone.
 
         Raises:
-            StoreError: a folder cannot be read or a leftover cannot be deleted.
+            StoreError: a folder cannot be read.
         """
+        found = FolderContents()
         try:
-            shards = [entry for entry in os.scandir(self.packets) if _SHARD.fullmatch(entry.name)]
-            swept = sum(_sweep(shard.path, stored) for shard in shards if shard.is_dir(follow_symlinks=False))
-            return swept + _sweep(str(self.quarantine), quarantined)
+            for shard in os.scandir(self.packets):
+                if not _SHARD.fullmatch(shard.name):
+                    continue
+                if shard.is_symlink():
+                    found.strays.append(Path(shard.path))
+                elif shard.is_dir():
+                    _list(shard.path, found.packets, found.strays, shard.name)
+            _list(str(self.quarantine), found.quarantined, found.strays)
         except OSError as error:
-            raise StoreError(f"the store {str(self.root)!r} cannot be swept: {error}; check the permissions") from error
+            raise StoreError(
+                f"the store {str(self.root)!r} cannot be listed: {error}; check the permissions"
+            ) from error
+        return found
+
+    def clear(self, stray: Path) -> None:
+        """Delete a stray, if it is still there."""
+        self._delete(stray.name, stray)
 
     def _delete(self, packet_id: str, path: Path) -> None:
         try:
@@ -127,21 +190,13 @@ class StoreFolder:
         return StoreError(f"the file of packet {packet_id!r} cannot be changed in {str(self.root)!r}: {error}")
 
 
-def _sweep(folder: str, keep: Container[str]) -> int:
-    swept = 0
+def _list(folder: str, packets: set[str], strays: list[Path], beginning: str = "") -> None:
     for entry in os.scandir(folder):
         packet_file = _PACKET_FILE.fullmatch(entry.name)
-        orphan = packet_file.group(1) not in keep if packet_file else _TEMPORARY_FILE.fullmatch(entry.name)
-        if not orphan:
-            continue
-        try:
-            age_seconds = time.time() - entry.stat(follow_symlinks=False).st_mtime
-            if age_seconds > SWEEP_AGE_SECONDS:
-                _remove(Path(entry.path))
-                swept += 1
-        except FileNotFoundError:  # another process sweeps as well
-            continue
-    return swept
+        if packet_file and entry.name.startswith(beginning):
+            packets.add(packet_file.group(1))
+        elif packet_file or _TEMPORARY_FILE.fullmatch(entry.name):
+            strays.append(Path(entry.path))
 
 
 def _remove(path: Path) -> None:

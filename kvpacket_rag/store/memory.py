@@ -13,7 +13,9 @@ from torch import Tensor
 
 from kvpacket_rag.errors import PacketNotFoundError, StoreFullError
 from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.store.eviction import Candidate, Eviction, choose, require_eviction
 from kvpacket_rag.store.holds import Holds
+from kvpacket_rag.store.metrics import StoreMetrics
 from kvpacket_rag.store.protocol import KnownChunk, require_byte_cap, require_packet_id
 
 
@@ -30,12 +32,19 @@ class MemoryStore:
     A reader gets the stored tensors themselves, not a copy.
 
     Args:
-        max_bytes: cap on tensor bytes; the least recently used packets that no request holds make room.
+        max_bytes: cap on tensor bytes; packets that no request holds make room.
+        eviction: which of them: see :class:`~kvpacket_rag.store.DiskStore`.
+
+    Attributes:
+        metrics: what this object counted.
     """
 
-    def __init__(self, max_bytes: int | None = None) -> None:
+    def __init__(self, max_bytes: int | None = None, *, eviction: Eviction = "lru") -> None:
         require_byte_cap(max_bytes)
+        require_eviction(eviction)
         self._max_bytes = max_bytes
+        self._eviction: Eviction = eviction
+        self.metrics = StoreMetrics()
         self._entries: dict[str, _Entry] = {}
         self._packets: OrderedDict[str, Packet] = OrderedDict()  # least recently used first
         self._size_bytes = 0
@@ -56,6 +65,7 @@ class MemoryStore:
                 self._make_room(packet.size_bytes)
                 self._packets[packet.packet_id] = replace(packet, tensors=tuple(map(_alone, packet.tensors)))
                 self._size_bytes += packet.size_bytes
+                self.metrics.count(puts=1, bytes_put=packet.size_bytes)
             if entry is None:
                 entry = _Entry(packet.signature, KnownChunk(packet.packet_id, text, packet.num_tokens))
                 self._entries[packet.packet_id] = entry
@@ -69,10 +79,15 @@ class MemoryStore:
         with self._lock:
             packet = self._packets.get(packet_id)
             if packet is None:
-                fate = "was evicted" if packet_id in self._entries else "is not in this store"
+                was_evicted = packet_id in self._entries
+                self.metrics.miss("evicted" if was_evicted else "unknown")
+                fate = "was evicted" if was_evicted else "is not in this store"
                 raise PacketNotFoundError(f"packet {packet_id!r} {fate}; encode the chunk again")
-            signature.require(packet.signature, packet_id)
+            if signature != packet.signature:
+                self.metrics.miss("mismatch")
+                signature.require(packet.signature, packet_id)
             self._packets.move_to_end(packet_id)
+            self.metrics.count(hits=1)
             return packet
 
     def __contains__(self, packet_id: object) -> bool:
@@ -152,20 +167,19 @@ class MemoryStore:
             return
         with self._holds.frozen() as held:
             excess = self._size_bytes + size_bytes - self._max_bytes
-            victims = []
-            for packet_id, packet in self._packets.items():
-                if excess <= 0:
-                    break
-                if packet_id not in held:
-                    victims.append(packet_id)
-                    excess -= packet.size_bytes
-            if excess > 0:
+            candidates = (
+                Candidate(packet_id, packet.num_tokens, packet.size_bytes)
+                for packet_id, packet in self._packets.items()
+            )
+            victims = choose(candidates, excess, held, self._eviction)
+            if victims is None:
                 raise StoreFullError(
                     f"a packet of {size_bytes} bytes does not fit under the cap of {self._max_bytes} bytes beside "
                     "what running requests hold; raise max_bytes"
                 )
-            for packet_id in victims:
+            for packet_id, _, freed in victims:
                 self._drop_tensors(packet_id)
+                self.metrics.count(evictions=1, bytes_evicted=freed)
                 if not self._entries[packet_id].owners:
                     self.delete(packet_id)
 

@@ -25,6 +25,7 @@ _DTYPE_NAMES = {
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.int32: "I32",
     torch.int8: "I8",
     torch.uint8: "U8",
 }
@@ -85,7 +86,8 @@ def packet_parts(packet: Packet) -> list[bytes | memoryview]:
     }
     header: dict[str, object] = {"__metadata__": {**metadata, "sha256": _checksum(metadata, tensors)}}
     start = 0
-    for name, tensor in enumerate(tensors):
+    by_alignment = sorted(enumerate(tensors), key=lambda numbered: -numbered[1].element_size())
+    for name, tensor in by_alignment:  # the widest numbers first, so that all lie on their own boundaries
         if tensor.dtype not in _DTYPE_NAMES:
             raise PacketError(f"packet {packet.packet_id!r} holds {tensor.dtype}, which a packet file cannot; cast it")
         offsets = [start, start + tensor.nbytes]
@@ -97,7 +99,7 @@ def packet_parts(packet: Packet) -> list[bytes | memoryview]:
         start = offsets[1]
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-(8 + len(text)) % _ALIGNMENT)  # so that the mapped tensors start on a boundary
-    return [len(text).to_bytes(8, "little") + text, *map(_bytes_of, tensors)]
+    return [len(text).to_bytes(8, "little") + text, *(_bytes_of(tensor) for _, tensor in by_alignment)]
 
 
 def read_packet(path: Path, packet_id: str, signature: PacketSignature, *, verify: bool) -> Packet:

@@ -113,13 +113,18 @@ class PacketStore(Protocol):
         ...
 
 
+def is_packet_id(packet_id: object) -> bool:
+    """Whether it can name a packet, and so become part of a path."""
+    return isinstance(packet_id, str) and _PACKET_ID.fullmatch(packet_id) is not None
+
+
 def require_packet_id(packet_id: str) -> None:
     """Refuse a name that is no packet id, before it can become a path.
 
     Raises:
         PacketError: not 64 lower-case hex characters.
     """
-    if not isinstance(packet_id, str) or not _PACKET_ID.fullmatch(packet_id):
+    if not is_packet_id(packet_id):
         raise PacketError(
             f"{str(packet_id)[:80]!r} is no packet id; expected the 64 lower-case hex characters packet_id() gives"
         )

@@ -1,0 +1,148 @@
+"""``kvpacket check``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Mapping
+from contextlib import ExitStack, closing
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from kvpacket_rag.cli.options import INDEX_FILE
+from kvpacket_rag.cli.output import facts, say, show, show_json, size
+from kvpacket_rag.errors import StoreError
+
+if TYPE_CHECKING:
+    from kvpacket_rag.index import PacketIndex
+    from kvpacket_rag.store import DiskStore, StoreCheck
+
+SUMMARY = "verify every packet and every row of an index"
+DESCRIPTION = (
+    "Reads all packets of a folder and compares their checksums, and looks for damaged rows, leftovers and wrong "
+    "counts. Loads no model. Exits with 3 where something is wrong and was not repaired."
+)
+_STORE_FILE = "packets.sqlite"
+_WRONG = 3
+_LINE_SECONDS = 5.0
+_NO_FAULT = {"packets_whole", "bytes_read", "chunks_without_packet"}  # a packet may have been evicted
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What to check."""
+    parser.add_argument("index", metavar="DIR", type=Path, help="folder of an index, or of packets alone")
+    parser.add_argument(
+        "--repair",
+        action="store_true",
+        help="set damaged packets aside, take damaged rows and their documents out, delete leftovers, count anew",
+    )
+    parser.add_argument("--json", action="store_true", help="print one JSON object")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Check; the exit code."""
+    folder = args.index
+    if not any((folder / name).is_file() for name in (INDEX_FILE, _STORE_FILE)):
+        raise StoreError(
+            f"{folder} holds neither an index nor packets; make some with 'kvpacket ingest PATH --index {folder}'"
+        )
+    from kvpacket_rag.index import PacketIndex
+    from kvpacket_rag.journal import change_lock
+    from kvpacket_rag.store import DiskStore
+
+    with ExitStack() as opened:
+        if args.repair:
+            opened.enter_context(change_lock(folder))
+        store = opened.enter_context(closing(DiskStore(folder, sweep=False)))
+        index = None
+        if (folder / INDEX_FILE).is_file():
+            index = opened.enter_context(closing(PacketIndex.open(folder)))
+        found: dict[str, Any] = _check_index(index, store, args.repair) if index is not None else {}
+        packets = store.check(repair=args.repair, progress=_Percent())
+    found |= _told(packets)
+    wrong = any(found[name] for name in found if name not in _NO_FAULT)
+    beyond_repair = found.get("faults_of_index") or packets.faults
+    found["verdict"] = _verdict(wrong, args.repair, bool(beyond_repair), folder)
+    show_json(found) if args.json else show(facts((n.replace("_", " "), _shown(n, v)) for n, v in found.items()))
+    return _WRONG if wrong and (not args.repair or beyond_repair) else 0
+
+
+def _check_index(index: PacketIndex, store: DiskStore, repair: bool) -> dict[str, Any]:
+    from kvpacket_rag.journal import OwnerJournal, remove_document
+
+    damaged, journal = index.damaged(), OwnerJournal(index, store)
+    unsettled = journal.documents()
+    if repair:
+        journal.settle(unsettled)
+        for chunk_id, document_id in damaged.items():
+            if index.chunk_ids(document_id):
+                remove_document(index, store, document_id)
+            index.delete([chunk_id])
+        index.compact()
+    without = 0
+    if repair or not damaged:
+        without = sum(packet_id not in store for packet_id in {packet_id for _, packet_id in index.rows()})
+    return {
+        "faults_of_index": index.faults(),
+        "damaged_rows_of_index": [f"{chunk_id} of {document_id}" for chunk_id, document_id in damaged.items()],
+        "documents_half_changed": unsettled,
+        "chunks_without_packet": without,
+    }
+
+
+def _told(packets: StoreCheck) -> dict[str, Any]:
+    return {
+        "packets_whole": packets.packets,
+        "bytes_read": packets.bytes_read,
+        "damaged_packets": packets.damaged_packets,
+        "damaged_rows_of_packets": packets.damaged_rows,
+        "faults_of_catalogue": packets.faults,
+        "files_without_row": packets.disorder.orphans + packets.disorder.quarantined_orphans,
+        "rows_without_file": packets.disorder.missing,
+        "temporary_files": packets.disorder.strays,
+        "wrong_counts": packets.wrong_counts,
+    }
+
+
+def _verdict(wrong: bool, repaired: bool, beyond_repair: bool, folder: Path) -> str:
+    if not wrong:
+        return "all is well"
+    if beyond_repair:
+        return "a database is damaged: move the folder away and ingest the documents again"
+    if repaired:
+        return (
+            "repaired; lost packets are encoded again when asked for, and documents taken out are to be ingested again"
+        )
+    return f"something is wrong; 'kvpacket check {folder} --repair' puts it right"
+
+
+def _shown(name: str, value: Any) -> str:
+    if name.startswith("bytes"):
+        return size(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if isinstance(value, Mapping):
+        value = [f"{packet_id}: {reason}" for packet_id, reason in value.items()]
+    if isinstance(value, list):
+        return "; ".join(value) or "none"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+class _Percent:
+    """How far verifying is: one line written over on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        self._next = time.monotonic() + (0.2 if sys.stderr.isatty() else _LINE_SECONDS)
+
+    def __call__(self, done: int, total: int) -> None:
+        """Show bytes verified."""
+        terminal = sys.stderr.isatty()
+        if time.monotonic() < self._next and (done < total or not terminal):
+            return
+        self._next = time.monotonic() + (0.2 if terminal else _LINE_SECONDS)
+        text = f"verified {size(done)} of {size(total)} ({done / max(total, 1):.0%})"
+        if terminal:
+            print(f"\r{text:<60}", end="" if done < total else "\n", file=sys.stderr, flush=True)
+        else:
+            say(text)

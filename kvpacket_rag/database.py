@@ -1,0 +1,118 @@
+"""SQLite files as store and index keep them: a write-ahead log, nothing left of what was deleted, no links followed."""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import time
+from pathlib import Path
+from urllib.request import pathname2url
+
+from kvpacket_rag.errors import StoreError
+
+NO_WRITE_CODES = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
+BUSY_SECONDS = 60.0
+_COMPACT_BYTES = 64_000_000  # a file up to this size is written anew in less than a second, and in memory
+
+
+def connect(path: Path | None) -> sqlite3.Connection:
+    """A connection that may write; None keeps everything in memory.
+
+    Raises:
+        StoreError: the file is a link, which may lead out of the store's folder.
+    """
+    for name in (Path(f"{path}{ending}") for ending in ("", "-wal", "-shm")):
+        if path is not None and name.is_symlink():
+            raise StoreError(
+                f"{str(name)!r} is a link; store and index keep their own files, so link the whole folder instead"
+            )
+    return _set_up(
+        sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
+    )
+
+
+def connect_read_only(path: Path) -> sqlite3.Connection:
+    """A connection to a file in a folder where nothing can be written.
+
+    While nobody writes, there is no log beside the file and none can be made, so the file is read as it is;
+    whoever reads must look at :func:`stamp` and connect again when it changed.
+    """
+    alone = stamp(path)[1] is None
+    uri = f"file:{pathname2url(str(path))}?mode=ro{'&immutable=1' if alone else ''}"
+    opened = sqlite3.connect(uri, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False, uri=True)
+    try:
+        opened.execute("SELECT COUNT(*) FROM sqlite_master")
+    except BaseException:
+        opened.close()
+        raise
+    return _set_up(opened)
+
+
+def stamp(path: Path) -> tuple[tuple[int, int, int] | None, tuple[int, int, int] | None]:
+    """What file and log look like from outside; None for one that is missing or empty."""
+    return _stamp(path), _stamp(Path(f"{path}-wal"))
+
+
+def use_write_ahead_log(connection: sqlite3.Connection, path: Path | None) -> None:
+    """Switch modes; SQLite does not wait by itself when another process is switching too.
+
+    Raises:
+        StoreError: the file system has no memory that processes share.
+    """
+    give_up = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            (mode,) = connection.execute("PRAGMA journal_mode = WAL").fetchone()
+            break
+        except sqlite3.OperationalError as error:
+            if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                raise
+            time.sleep(0.01)
+    if path is not None and mode != "wal":
+        raise StoreError(
+            f"the file system of {str(path)!r} has no shared memory for a write-ahead log; use a local disk"
+        )
+
+
+def empty_log(connection: sqlite3.Connection, wait_seconds: float) -> bool:
+    """Move the log into the file and cut it to nothing, so that no deleted text is left in it; whether that went."""
+    connection.execute(f"PRAGMA busy_timeout = {int(1000 * wait_seconds)}")
+    try:
+        (busy, _, _) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+        return not busy
+    except sqlite3.OperationalError:
+        return False
+    finally:
+        connection.execute(f"PRAGMA busy_timeout = {int(1000 * BUSY_SECONDS)}")
+
+
+def compact(connection: sqlite3.Connection, *, at_any_size: bool = False) -> bool:
+    """Write the file anew, without what deletions left in the gaps of its pages; whether that was done.
+
+    ``secure_delete`` overwrites what is deleted, but not the copies SQLite leaves behind, now and then, when it
+    moves rows to another page.
+    """
+    try:
+        (pages,), (size,) = (connection.execute(f"PRAGMA {name}").fetchone() for name in ("page_count", "page_size"))
+        if pages * size > _COMPACT_BYTES and not at_any_size:
+            return False
+        connection.execute("VACUUM")
+    except sqlite3.Error:  # no room, or another process is at work: the rows themselves are gone all the same
+        return False
+    return empty_log(connection, wait_seconds=0.0)
+
+
+def _set_up(connection: sqlite3.Connection) -> sqlite3.Connection:
+    # A flipped bit may leave bytes that are no text; the row's digest then tells.
+    connection.text_factory = lambda content: content.decode(errors="replace")
+    for setting in ("trusted_schema = OFF", "secure_delete = ON", "cell_size_check = ON", "temp_store = MEMORY"):
+        connection.execute(f"PRAGMA {setting}")
+    return connection
+
+
+def _stamp(path: Path) -> tuple[int, int, int] | None:
+    try:
+        found = os.stat(path)
+    except FileNotFoundError:
+        return None
+    return (found.st_ino, found.st_size, found.st_mtime_ns) if found.st_size else None

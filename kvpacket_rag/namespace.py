@@ -1,0 +1,40 @@
+"""Where the index and the packets of each tenant lie, apart from those of all others."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+from pathlib import Path
+
+from kvpacket_rag.errors import StoreError
+
+FOLDER = "namespaces"
+_MOST_CHARACTERS = 256
+_READABLE = 24  # characters of the name that its folder shows
+
+
+def namespace_folder(folder: Path | str, namespace: str) -> Path:
+    """The folder of a namespace; ``""`` is the folder itself.
+
+    A namespace has files of its own: rows, packets, texts and byte cap. So nothing that one tenant stores is found,
+    reused, listed or evicted by another, even where their texts are equal; nor does the time to an answer tell
+    whether another tenant has a text. The cost: a text that two namespaces hold is encoded and stored twice.
+
+    Args:
+        folder: of all namespaces.
+        namespace: any name; no two share a folder, on no file system, and none leads out of ``folder``.
+
+    Raises:
+        StoreError: the name is longer than 256 characters, or no text.
+    """
+    root = Path(folder)
+    if not namespace:
+        return root
+    if len(namespace) > _MOST_CHARACTERS or not namespace.isprintable():
+        raise StoreError(
+            f"namespace {namespace[:40]!a} has {len(namespace)} characters; expected up to {_MOST_CHARACTERS}, "
+            "all of them printable"
+        )
+    digest = hashlib.sha256(namespace.encode()).hexdigest()[:32]
+    readable = re.sub(r"[^a-z0-9]+", "-", namespace.lower()).strip("-")[:_READABLE]
+    return root / FOLDER / f"{readable}-{digest}".lstrip("-")

@@ -1,0 +1,86 @@
+"""``kvpacket check`` finds what is wrong with a folder, says so by its exit code, and puts it right."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixture  # noqa: F401
+
+from kvpacket_rag.engine import KVPacketEngine
+
+
+def harm_packet(index: Path) -> str:
+    file = sorted((index / "packets").rglob("*.safetensors"))[0]
+    file.write_bytes(file.read_bytes()[:-1] + b"\x7f")
+    return file.stem
+
+
+def statement(path: Path, sql: str) -> None:
+    with sqlite3.connect(path) as connection:
+        connection.execute(sql)
+    connection.close()
+
+
+def found_by(kv: Run, index: Path, *options: str) -> tuple[int, dict[str, Any]]:
+    code, out, err = kv("check", index, "--json", *options)
+    assert out, err
+    return code, json.loads(out)
+
+
+def test_a_sound_index_is_told_so_without_loading_a_model(kv: Run, index: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: pytest.fail("loaded a model"))
+    code, out, _ = kv("check", index)
+    assert code == 0 and "all is well" in out and ["packets", "whole", "4"] in map(str.split, out.splitlines())
+
+
+def test_what_is_wrong_is_listed_and_repaired(kv: Run, index: Path, docs: Path) -> None:
+    damaged = harm_packet(index)
+    orphan = index / "packets" / "00" / f"{'0' * 64}.safetensors"
+    orphan.parent.mkdir(exist_ok=True)
+    orphan.write_bytes(b"left over")
+    statement(index / "packets.sqlite", "UPDATE totals SET size_bytes = 7")
+    statement(index / "index.sqlite", "UPDATE chunks SET text = 'forged' WHERE seq = 2")
+    code, found = found_by(kv, index)
+    assert code == 3 and list(found["damaged_packets"]) == [damaged] and "checksum" in found["damaged_packets"][damaged]
+    assert (found["files_without_row"], found["wrong_counts"], found["packets_whole"]) == (1, True, 3)
+    assert len(found["damaged_rows_of_index"]) == 1 and orphan.exists() and "--repair" in found["verdict"]
+    assert found_by(kv, index, "--repair")[0] == 0 and not orphan.exists()
+    code, found = found_by(kv, index)
+    assert (code, found["verdict"]) == (0, "all is well")
+    assert kv("ingest", docs, "--index", index)[0] == 0
+    assert found_by(kv, index)[1]["packets_whole"] >= 3
+
+
+def test_damaged_rows_of_packets_are_taken_out(kv: Run, index: Path) -> None:
+    statement(index / "packets.sqlite", "UPDATE packets SET text = 'forged' WHERE number = 1")
+    code, found = found_by(kv, index)
+    assert code == 3 and len(found["damaged_rows_of_packets"]) == 1
+    assert found_by(kv, index, "--repair")[0] == 0
+    code, found = found_by(kv, index)
+    assert code == 0 and found["packets_whole"] == 3 and found["chunks_without_packet"] == 1
+
+
+def test_a_folder_of_packets_alone_is_checked(kv: Run, index: Path) -> None:
+    (index / "index.sqlite").unlink()
+    assert kv("check", index)[0] == 0
+    harm_packet(index)
+    code, out, _ = kv("check", index)
+    assert code == 3 and "damaged packets" in out
+
+
+def test_a_folder_of_neither_is_an_error(kv: Run, tmp_path: Path) -> None:
+    code, _, err = kv("check", tmp_path)
+    assert code == 1 and "neither an index nor packets" in err
+
+
+def test_inspect_shows_leftovers_and_the_last_sweep(kv: Run, index: Path) -> None:
+    stray = index / "packets" / "00" / f".{'0' * 64}.{'1' * 16}.tmp"
+    stray.parent.mkdir(exist_ok=True)
+    stray.write_bytes(b"left over")
+    found = json.loads(kv("inspect", index, "--json")[1])
+    assert found["files_without_row"] == 1 and found["last_sweep"] != "never" and stray.exists()
+    assert found["bytes_of_catalogue"] > 0 and found["packets_evicted"] == found["rows_without_file"] == 0

@@ -1,0 +1,213 @@
+"""Disks that are full or cannot be written, and files used up: a clear error, and what was stored stays of use."""
+
+from __future__ import annotations
+
+import errno
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import CHUNKS
+from test_store import SIGNATURE, closing, make_packet, same  # noqa: F401 (closing is a fixture)
+
+from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.errors import StoreError, StoreFullError
+from kvpacket_rag.packet import packet_id
+from kvpacket_rag.store import DiskStore
+
+PRELUDE = """
+import os, resource, sys
+from pathlib import Path
+import numpy as np
+from test_store import SIGNATURE, make_packet, same
+from kvpacket_rag.chunk import Chunk
+from kvpacket_rag.errors import KVPacketError, PacketCorruptError, StoreError, StoreFullError
+from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.packet import packet_id
+from kvpacket_rag.store import DiskStore
+root, one, other = Path(sys.argv[1]), packet_id([1], SIGNATURE), packet_id([2], SIGNATURE)
+
+def refused(work, *words):
+    try:
+        work()
+    except KVPacketError as error:
+        assert any(word in str(error) for word in words), error
+        return
+    raise AssertionError("was not refused")
+"""
+
+READ_ONLY = """
+if os.getuid() == 0:
+    os.setuid(65534)   # root may write everywhere
+store = DiskStore(root)
+assert same(store.get(one, SIGNATURE), make_packet(1)) and one in store and len(store) == 2
+assert [chunk.text for chunk in store.known(SIGNATURE)] == ["text 1", "text 2"]
+store.put(make_packet(1), "text 1")                       # is there already
+refused(lambda: store.put(make_packet(3), "text 3"), "can only be read")
+refused(lambda: store.delete(one), "can only be read")
+refused(lambda: store.get(other, SIGNATURE), "damaged")   # and cannot be set aside
+assert store.check().damaged_packets.keys() == {other}
+index = PacketIndex.open(root)
+assert index.search([1, 0], 2)[0].chunk.text == "one" and len(index) == 2
+refused(lambda: index.delete(["c1"]), "writable", "can only be read")
+index.close()
+store.close()
+"""
+
+FOLLOWS = """
+if os.getuid() == 0:
+    os.setuid(65534)
+store, index = DiskStore(root), PacketIndex.open(root)
+print("ready", flush=True)
+sys.stdin.readline()
+assert [chunk.text for chunk in store.known(SIGNATURE)] == ["text 2", "text 3"]
+assert [hit.chunk.text for hit in index.search([1, 0], 9)] == ["three"]
+"""
+
+NO_FILES = """
+store = DiskStore(root)
+store.get(one, SIGNATURE)
+soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
+refused(lambda: store.get(one, SIGNATURE), "cannot be")
+refused(lambda: store.put(make_packet(3), "text 3"), "cannot be", "Too many open files")
+refused(lambda: DiskStore(root), "cannot be", "check the permissions")
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+assert same(store.get(one, SIGNATURE), make_packet(1)) and packet_id([3], SIGNATURE) not in store
+store.put(make_packet(3), "text 3")
+assert len(store) == 3
+"""
+
+NO_ROOM = """
+store = DiskStore(root)
+soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (700, hard))    # no file may grow beyond
+refused(lambda: store.put(make_packet(3), "text 3"), "cannot be", "full")
+assert same(store.get(one, SIGNATURE), make_packet(1)) and packet_id([3], SIGNATURE) not in store
+resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+store.put(make_packet(3), "text 3")
+assert store.check().damaged_packets.keys() == {other} and store.check().disorder == type(store.check().disorder)()
+"""
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    """A store and an index of two; the second packet is damaged. Anybody may read them."""
+    import numpy as np
+
+    from kvpacket_rag.chunk import Chunk
+    from kvpacket_rag.index import PacketIndex
+
+    root = tmp_path / "store"
+    store = DiskStore(root)
+    for seed in (1, 2):
+        store.put(make_packet(seed), f"text {seed}", f"owner {seed}")
+    path = store._folder.path_of(packet_id([2], SIGNATURE))
+    path.write_bytes(path.read_bytes()[:-1] + b"\x7f")
+    store.close()
+    index = PacketIndex.open(root)
+    index.add([Chunk("c1", "one"), Chunk("c2", "two")], np.eye(2), ["p", "p"])
+    index.close()
+    for folder in [tmp_path, *list(tmp_path.parents)[:2]]:
+        folder.chmod(0o755)
+    return root
+
+
+def script(code: str, *arguments: object) -> subprocess.Popen[str]:
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent)])
+    environment = {**os.environ, "PYTHONPATH": paths, "OMP_NUM_THREADS": "1", "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-W", "ignore", "-c", PRELUDE + code, *map(str, arguments)]
+    pipe = subprocess.PIPE
+    return subprocess.Popen(command, env=environment, stdin=pipe, stdout=pipe, stderr=subprocess.STDOUT, text=True)
+
+
+def run(code: str, *arguments: object) -> None:
+    process = script(code, *arguments)
+    output, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, output
+
+
+def lock(root: Path) -> None:
+    """Take the right to write away."""
+    for path in sorted([root, *root.rglob("*")]):
+        path.chmod(0o555 if path.is_dir() else 0o444)
+
+
+unix = pytest.mark.skipif(not hasattr(os, "setuid"), reason="needs Unix permissions")
+linux = pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="open files are counted in /proc")
+
+
+@unix
+def test_a_folder_that_cannot_be_written_is_read(root: Path) -> None:
+    before = {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    lock(root)
+    run(READ_ONLY, root)
+    assert before == {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@unix
+@pytest.mark.skipif(not hasattr(os, "getuid") or os.getuid() != 0, reason="another user must write meanwhile")
+def test_who_only_reads_sees_what_another_user_changes(root: Path) -> None:
+    import numpy as np
+
+    from kvpacket_rag.chunk import Chunk
+    from kvpacket_rag.index import PacketIndex
+
+    lock(root)
+    reader = script(FOLLOWS, root)
+    assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+    store, index = DiskStore(root), PacketIndex.open(root)
+    store.delete(packet_id([1], SIGNATURE))
+    store.put(make_packet(3), "text 3")
+    index.delete(["c1", "c2"])
+    index.add([Chunk("c3", "three")], np.eye(2)[:1], ["p"])
+    store.close()
+    index.close()
+    output, _ = reader.communicate("go\n", timeout=120)
+    assert reader.returncode == 0, output
+
+
+@linux
+@pytest.mark.parametrize("code", [NO_FILES, NO_ROOM], ids=["no open files left", "no room for a file"])
+def test_limits_of_the_system_are_named_and_pass(root: Path, code: str) -> None:
+    run(code, root)
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EROFS, errno.EACCES])
+def test_a_request_is_answered_though_nothing_can_be_written(
+    backbone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    engine = KVPacketEngine(backbone, DiskStore(tmp_path), min_match_tokens=4)
+    engine.encode(CHUNKS, [f"owner {n}" for n in range(len(CHUNKS))])
+    prompt = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWho signed?"
+    before = engine.generate(prompt)
+    engine.store._folder.path_of(engine.encode(CHUNKS[:1])[0]).unlink()  # type: ignore[attr-defined]
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpacket_rag.store.folder.open", refuse, raising=False)
+        with pytest.raises(StoreFullError if number == errno.ENOSPC else StoreError):
+            engine.encode(CHUNKS[:1])
+        after = engine.generate(prompt)
+    assert after.token_ids == before.token_ids and len(after.usage.misses) == 1
+    assert engine.encode(CHUNKS[:1]) and engine.generate(prompt).usage.misses == ()
+    engine.close()
+
+
+def test_a_clock_that_goes_back_makes_files_verified_again_and_nothing_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store = DiskStore(tmp_path)
+    store.put(make_packet(1), "text")
+    monkeypatch.setattr("time.time_ns", lambda: 10**9)
+    monkeypatch.setattr("time.time", lambda: 1.0)
+    again = DiskStore(tmp_path)  # a sweep goes by no clock
+    again.put(make_packet(2), "text")
+    for seed in (1, 2):
+        assert same(again.get(packet_id([seed], SIGNATURE), SIGNATURE), make_packet(seed))

@@ -1,0 +1,97 @@
+"""Folders that earlier versions wrote are read as they were meant."""
+
+from __future__ import annotations
+
+import sqlite3
+import zipfile
+from pathlib import Path
+
+import pytest
+import torch
+from test_store import SIGNATURE, closing, make_packet  # noqa: F401 (closing is a fixture)
+
+from kvpacket_rag.chunk import Chunk
+from kvpacket_rag.errors import StoreFormatError
+from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.packet import packet_id
+from kvpacket_rag.store import DiskStore
+
+DATA = Path(__file__).parent / "data"
+TEXTS = [
+    "Ada Marlow signed the lease of the harbour office in March 2021.",
+    "Refunds are paid within nine working days.",
+]
+
+
+def expected(seed: int) -> tuple[torch.Tensor, ...]:
+    """What the fixtures were filled with: numbers in order, moved up by the seed."""
+    return tuple(torch.arange(24 * width, dtype=torch.float32).reshape(2, 3, 4, width) + seed for width in (8, 4))
+
+
+@pytest.fixture(params=sorted(path.name for path in DATA.glob("store-format-*.zip")))
+def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
+    """A small index with its packets, as the version of that format wrote it."""
+    with zipfile.ZipFile(DATA / request.param) as archive:
+        archive.extractall(tmp_path / "old")
+    return tmp_path / "old"
+
+
+def test_a_fixture_is_kept_of_every_format() -> None:
+    assert {path.stem[-1] for path in DATA.glob("store-format-*.zip")} == {"1", "2"}
+
+
+def test_a_store_of_an_earlier_format_gives_its_packets_and_takes_new_ones(old: Path) -> None:
+    store = DiskStore(old)
+    assert [chunk.text for chunk in store.known(SIGNATURE)] == TEXTS
+    for seed in range(2):
+        found = store.get(packet_id([seed], SIGNATURE), SIGNATURE)
+        assert all(torch.equal(a, b) for a, b in zip(found.tensors, expected(seed), strict=True))
+        assert (found.span, found.num_tokens) == (6, 4)
+    store.put(make_packet(7), "new", "owner")
+    store.close()
+    again = DiskStore(old)
+    assert again.check().is_sound and len(again) == 3 and again.metrics.snapshot().damaged_rows == 0
+    assert again.drop_owners(["c0"]) == [packet_id([0], SIGNATURE)]
+
+
+def test_an_index_of_an_earlier_format_gives_its_chunks_and_takes_new_ones(old: Path) -> None:
+    with_ids = [(Chunk(f"c{n}", TEXTS[n], f"d{n}", {"title": f"T{n}"}), packet_id([n], SIGNATURE)) for n in range(2)]
+    index = PacketIndex.open(old)
+    assert list(index.rows()) == with_ids and index.get_setting("embedder") == "words"
+    assert index.search([0, 1, 0, 0], 1)[0].chunk == with_ids[1][0]
+    index.add([Chunk("c2", "new")], [[0.0, 0, 1, 0]], ["p"])
+    index.close()
+    again = PacketIndex.open(old)
+    assert (len(again), again.damaged(), again.faults()) == (3, {}, [])
+    again.close()
+
+
+def test_bringing_a_folder_up_to_date_may_be_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with zipfile.ZipFile(DATA / "store-format-1.zip") as archive:
+        archive.extractall(tmp_path)
+
+    def cut_short(*_: object) -> bytes:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(Exception, match="user-defined function raised"):
+        patch.setattr("kvpacket_rag.store.schema.row_digest", cut_short)
+        DiskStore(tmp_path)
+    with sqlite3.connect(tmp_path / "packets.sqlite") as connection:
+        assert connection.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone() == ("1",)
+    connection.close()
+    assert [chunk.text for chunk in DiskStore(tmp_path).known(SIGNATURE)] == TEXTS
+
+
+@pytest.mark.parametrize("version", ["0", "3", "x", "-1", "1.5"])
+def test_a_format_that_is_not_known_is_refused_naming_both(tmp_path: Path, version: str) -> None:
+    with zipfile.ZipFile(DATA / "store-format-1.zip") as archive:
+        archive.extractall(tmp_path)
+    with sqlite3.connect(tmp_path / "packets.sqlite") as connection:
+        connection.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (version,))
+    connection.close()
+    before = (tmp_path / "packets.sqlite").read_bytes()
+    with pytest.raises(
+        StoreFormatError, match=f"format version {version}, expected 2 or an earlier one; use the version"
+    ):
+        DiskStore(tmp_path)
+    assert (tmp_path / "packets.sqlite").read_bytes() == before
