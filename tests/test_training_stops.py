@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import AdapterError, TrainingError
 from kvpacket_rag.training import trainer as trainer_module
+from kvpacket_rag.training.checkpoint import _difference
 from kvpacket_rag.training.trainer import validate
 
 
@@ -160,6 +162,25 @@ def test_a_folder_with_another_run_is_refused(change: dict[str, Any], backbone: 
     (name,) = change
     with pytest.raises(TrainingError, match=f"another run: {name} was .* and is {change[name]}"):
         make_trainer(backbone, tmp_path, steps=1, **change)
+
+
+def test_what_differs_between_two_runs_is_named_by_its_place_in_what_they_are_made_of() -> None:
+    data = {"domains": [{"name": "niah", "samples": 9, "content": "a" * 64}], "shape": {"max_chunks": 3}}
+    before = json.dumps({"rank": 2, "data": json.dumps(data)})
+    data["domains"] += [{"name": "biography", "samples": 5}]
+    data["shape"] = {"max_chunks": 4}
+    found = _difference(before, json.dumps({"rank": 2, "data": json.dumps(data)}))
+    assert "data.domains.biography.samples was None and is 5" in found
+    assert "data.shape.max_chunks was 3 and is 4" in found and "{" not in found and "rank" not in found
+
+
+def test_a_state_that_cannot_be_written_is_an_error_that_names_it(backbone: Backbone, tmp_path: Path) -> None:
+    trainer = make_trainer(backbone, tmp_path, steps=2)
+    (tmp_path / f"state.safetensors.{os.getpid()}").mkdir()
+    with pytest.raises(TrainingError, match=r"cannot write the state of the training to .*make room"):
+        list(trainer.run())
+    (tmp_path / f"state.safetensors.{os.getpid()}").rmdir()
+    assert list(make_trainer(backbone, tmp_path, steps=2).run())[-1].step == 2
 
 
 def test_a_damaged_state_is_refused_by_name(backbone: Backbone, tmp_path: Path) -> None:

@@ -46,8 +46,8 @@ def test_every_question_is_answered_as_if_it_were_alone(backbone: Backbone) -> N
 def test_what_a_context_held_before_does_not_matter(backbone: Backbone) -> None:
     asked = row(backbone)
     expected = Teacher(backbone, max_new_tokens=5).answer(asked)
-    for buffers in backbone.pool._idle:
-        for buffer in buffers:
+    for context in backbone.pool._idle:
+        for buffer in context.buffers:
             buffer.fill_(float("nan"))
     assert _same(Teacher(backbone, max_new_tokens=5).answer(asked), expected)
 

@@ -25,6 +25,21 @@ def test_a_warm_start_begins_where_the_trained_adapter_was(name: str, backbone: 
     assert_close(start.validation["all"], first.progress.best, rtol=1e-4, atol=1e-6)
 
 
+def test_a_higher_rank_begins_without_effect(backbone: Backbone, tmp_path: Path) -> None:
+    first = make_trainer(backbone, tmp_path / "first", rank=2)
+    list(first.run())
+    wider = make_trainer(backbone, tmp_path / "second", rank=5, warm_start=Adapter.load(first.best_path))
+    start, *_ = wider.run()
+    assert_close(start.validation["all"], first.progress.best, rtol=1e-4, atol=1e-6)
+    assert wider.adapter.low_rank is not None and {up.shape[1] for up in wider.adapter.low_rank.up} == {5}
+
+
+def test_a_lower_rank_cannot_hold_a_higher_one(backbone: Backbone, tmp_path: Path) -> None:
+    first = make_trainer(backbone, tmp_path / "first", rank=3)
+    with pytest.raises(TrainingError, match=r"rank 3, the recipe makes .*rank 2"):
+        make_trainer(backbone, tmp_path / "second", rank=2, warm_start=first.adapter)
+
+
 def test_what_comes_of_a_warm_start_says_so_and_goes_on_as_itself(backbone: Backbone, tmp_path: Path) -> None:
     first = make_trainer(backbone, tmp_path / "first", steps=2)
     list(first.run())
@@ -38,7 +53,9 @@ def test_what_comes_of_a_warm_start_says_so_and_goes_on_as_itself(backbone: Back
     assert json.loads(metadata["warm_start_training"])["recipe"] == trained.metadata["recipe"]
     again = make_trainer(backbone, tmp_path / "second", warm_start=trained, steps=4)
     assert again.progress.step == 2
-    with pytest.raises(TrainingError, match="another run: warm_start was"):
+    with pytest.raises(
+        TrainingError, match=r"another run: that one started from [0-9a-f]{12}…, this one starts from nothing\. Go on"
+    ):
         make_trainer(backbone, tmp_path / "second", steps=4)
 
 

@@ -7,6 +7,7 @@ import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -17,6 +18,8 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.errors import TrainingError
 
 _FORMAT = "kvpacket-training-1"
+_NAMED = 4  # differences between two runs that are told
+_LONGEST = 40  # characters of a value that are told; digests are longer
 
 
 @dataclass(slots=True)
@@ -89,8 +92,8 @@ def load_state(path: Path, recipe: str, adapter: Adapter, optimiser: torch.optim
         raise TrainingError(f"{path} is no state of a training run ({error}); remove it to start anew") from error
     if about.get("format") != _FORMAT or about.get("recipe") != recipe:
         raise TrainingError(
-            f"{path} belongs to another run: {_difference(about.get('recipe', ''), recipe)}; "
-            "go on with the old settings, or choose another folder"
+            f"{path} belongs to another run: {_difference(about.get('recipe', ''), recipe)}. "
+            "Go on with the old settings, or name another folder"
         )
     for name, parameter in adapter.named_parameters():
         parameter.data.copy_(tensors[f"adapter.{name}"])
@@ -99,7 +102,9 @@ def load_state(path: Path, recipe: str, adapter: Adapter, optimiser: torch.optim
 
 
 def warm_up(adapter: Adapter, trained: Adapter) -> dict[str, str]:
-    """Give an untrained adapter the numbers of a trained one that is built alike.
+    """Give an untrained adapter the numbers of a trained one that is built alike, or with a lower rank.
+
+    What a higher rank adds begins as it is built, without effect.
 
     Returns:
         What the trained one says of itself, for the metadata of what comes of it: ``warm_start``, its digest, and
@@ -113,17 +118,26 @@ def warm_up(adapter: Adapter, trained: Adapter) -> dict[str, str]:
     places, values = _by_name(adapter), _by_name(trained)
     # modules the trained one leaves out change nothing
     missing = [name for name in places.keys() - values.keys() if not name.endswith((".down", ".up"))]
-    if missing or any(name not in places or places[name].shape != values[name].shape for name in values):
+    rooms = {name: _room(name, places[name], value) for name, value in values.items() if name in places}
+    if missing or len(rooms) < len(values) or any(rooms[n].shape != values[n].shape for n in values):
         differing.append(f"it has {trained.summary}, the recipe makes {adapter.summary}")
     if differing:
         raise TrainingError(
             f"the adapter to go on from is built otherwise: {'; '.join(differing)}; set the recipe to what it has"
         )
     for name, value in values.items():
-        places[name].data.copy_(value)
+        rooms[name].copy_(value)
     kept = ("recipe", "data", "step", "warm_start", "warm_start_training")
     about = {key: given[key] for key in kept if key in given}
     return {"warm_start": trained.digest, "warm_start_training": json.dumps(about)}
+
+
+def _room(name: str, place: Tensor, value: Tensor) -> Tensor:
+    """Where a trained value goes in a parameter: all of it, or the first ranks of a low-rank update."""
+    place = place.detach()
+    if name.endswith(".down"):
+        return place[: value.shape[0]]
+    return place[:, : value.shape[1]] if name.endswith(".up") else place
 
 
 def _by_name(adapter: Adapter) -> dict[str, Tensor]:
@@ -142,8 +156,34 @@ def _moments(tensors: dict[str, Tensor], prefix: str, parameter: Tensor) -> dict
 
 def _difference(before: str, now: str) -> str:
     try:
-        old, new = json.loads(before), json.loads(now)
+        old, new = _leaves(json.loads(before)), _leaves(json.loads(now))
     except ValueError:
         return "its settings cannot be read"
+    if old.get("warm_start") != new.get("warm_start"):
+        started, starts = (
+            f"from {w[:12]}…" if (w := found.get("warm_start")) else "from nothing" for found in (old, new)
+        )
+        return f"that one started {started}, this one starts {starts}"
     names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    return "; ".join(f"{name} was {old.get(name)!r} and is {new.get(name)!r}" for name in names)
+    told = [f"{name} was {_brief(old.get(name))} and is {_brief(new.get(name))}" for name in names[:_NAMED]]
+    return "; ".join([*told, *([f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else [])])
+
+
+def _leaves(value: Any, name: str = "") -> dict[str, Any]:
+    """Every number and text of a run's settings by its path, ``data.shape.max_chunks``; JSON within text is opened."""
+    if isinstance(value, str) and value.startswith("{"):
+        with suppress(ValueError):
+            value = json.loads(value)
+    if isinstance(value, list):
+        value = {
+            str(part.get("name", number) if isinstance(part, dict) else number): part
+            for number, part in enumerate(value)
+        }
+    if not isinstance(value, dict):
+        return {name: value}
+    return {k: v for key, part in value.items() for k, v in _leaves(part, f"{name}.{key}" if name else key).items()}
+
+
+def _brief(value: Any) -> str:
+    text = repr(value)
+    return text if len(text) <= _LONGEST else f"{text[:12]}…"

@@ -237,9 +237,7 @@ class Trainer:
         parts = Adapter(
             self.adapter.header, self.adapter.trailer, about, deep=self.adapter.deep, low_rank=self.adapter.low_rank
         )
-        half = self.best_path.with_suffix(".half")
-        parts.save(half)
-        half.replace(self.best_path)
+        parts.save(self.best_path)
 
     def _load(self) -> None:
         """Go on from the saved state, if there is one.
