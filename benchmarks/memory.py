@@ -19,9 +19,10 @@ from itertools import islice
 from pathlib import Path
 
 import numpy as np
-from machine import DOCUMENTS, describe
 
 from kvpacket_rag import Chunk, DiskStore, Document, GenerationSettings, KVPacketRAG, PacketIndex, read_documents
+from kvpacket_rag.bench.clock import describe
+from kvpacket_rag.demo import corpus_folder
 
 MB = 1e6
 
@@ -41,7 +42,7 @@ def ask(folder: str, chunks: int) -> None:
                 "libraries": libraries,
                 "reused": found.answer.usage.chunks_reused,
                 "weights": sum(p.nbytes for p in rag.engine.backbone.model.parameters()),
-                "context": sum(b.nbytes for buffers in pool._idle for b in buffers),
+                "context": sum(b.nbytes for context in pool._idle for b in context.buffers),
                 "prompt_tokens": found.answer.usage.prompt_tokens,
                 "peak": _peak_bytes(),
             }
@@ -88,7 +89,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         rag = KVPacketRAG.open(folder, chunk_tokens=options.tokens, dtype=options.dtype)
         print(f"{'machine':22} {describe(rag.engine.backbone.dtype, rag.engine.backbone.device)}")
-        documents = read_documents(DOCUMENTS, on_skip=lambda path, reason: None)
+        documents = read_documents(corpus_folder(), on_skip=lambda path, reason: None)
         rag.add([Document("corpus", "\n\n".join(d.text for d in islice(documents, 2 * options.chunks)))])
         rag.close()
         command = [sys.executable, __file__, "--ask", folder, "--chunks", str(options.chunks)]

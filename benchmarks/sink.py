@@ -14,11 +14,11 @@ import statistics
 import tempfile
 
 import torch
-from machine import DOCUMENTS, describe
 from torch import Tensor
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketRAG, Message, read_documents
-from kvpacket_rag.demo import questions
+from kvpacket_rag.bench.clock import describe
+from kvpacket_rag.demo import corpus_folder, questions
 from kvpacket_rag.reading import Policy
 
 ANSWER = GenerationSettings(max_new_tokens=24)
@@ -47,7 +47,7 @@ def main() -> None:
     found: dict[int, list[tuple[float, float]]] = {n: [] for n in sinks}
     with tempfile.TemporaryDirectory() as folder:
         rag = KVPacketRAG.open(folder, adapter=None, chunk_tokens=options.chunk_tokens, dtype=options.dtype)
-        rag.add(read_documents(DOCUMENTS, on_skip=lambda path, reason: None))
+        rag.add(read_documents(corpus_folder(), on_skip=lambda path, reason: None))
         backbone = rag.engine.backbone
         engines = {n: KVPacketEngine(backbone, sink=n) for n in sinks}
         for question in questions():

@@ -16,11 +16,11 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from machine import describe, median_of_turns, seconds
 
 from kvpacket_rag import backbone as backbone_module
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.bench.clock import describe, median_of_turns, seconds
 from kvpacket_rag.datasets import open_dataset
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.hardware import pick_device, pick_dtype

@@ -28,11 +28,13 @@ class Usage:
     """Tokens of one request, soft tokens left out.
 
     Attributes:
-        packet_tokens: prompt tokens taken from packets, a repeated preamble included.
+        packet_tokens: prompt tokens taken from the packets of chunks.
         prefilled_tokens: prompt tokens the model had to read.
         completion_tokens: tokens written.
         chunks_reused: chunks taken from packets.
         misses: chunks of the store that were read again, with the reason.
+        preamble_tokens: prompt tokens before the first chunk that were kept from an earlier prompt, and text between
+            chunks where a prompt begins with the same chunks as an earlier one.
     """
 
     packet_tokens: int
@@ -40,11 +42,12 @@ class Usage:
     completion_tokens: int
     chunks_reused: int
     misses: tuple[Miss, ...] = ()
+    preamble_tokens: int = 0
 
     @property
     def prompt_tokens(self) -> int:
         """All tokens of the prompt."""
-        return self.packet_tokens + self.prefilled_tokens
+        return self.packet_tokens + self.preamble_tokens + self.prefilled_tokens
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,6 +77,8 @@ class Answer:
         finish_reason: ``"stop"`` by an end token or a stop text, ``"length"`` by the limit.
         usage: tokens reused, read and written.
         timings: where the time went.
+        packet_ids: of the chunks taken from packets, in the order of the prompt.
+        policy: the way that was taken, ``"packets"`` or ``"prefill"``.
     """
 
     text: str
@@ -81,6 +86,8 @@ class Answer:
     finish_reason: Literal["stop", "length"]
     usage: Usage
     timings: Timings
+    packet_ids: tuple[str, ...] = ()
+    policy: Literal["packets", "prefill"] = "packets"
 
 
 class AnswerStream(Iterator[str]):

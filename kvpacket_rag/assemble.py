@@ -11,15 +11,20 @@ from __future__ import annotations
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import takewhile
 
 import torch
 from torch import Tensor
 
+from kvpacket_rag.compress.quantized import QuantizedTensor
 from kvpacket_rag.errors import PacketError
 from kvpacket_rag.packet import Packet
-from kvpacket_rag.rope import RotaryPlan, realign_into
+from kvpacket_rag.rope import RotaryPlan, Rotation, realign_into
+
+Key = str | tuple[int, ...]  # a packet's id, or the tokens of a text
 
 _CAPACITY_STEP = 256
+_LAYERS_AT_ONCE = 8  # on devices that are slow to begin and fast to go on
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +36,19 @@ class Span:
     num_tokens: int
 
 
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """A part that stands in a context, and how many slots and positions are taken up to its end.
+
+    Attributes:
+        key: with the keys before it, it says what the slots hold.
+    """
+
+    key: Key
+    num_slots: int
+    num_positions: int
+
+
 @dataclass(slots=True, eq=False)
 class Context:
     """What the model attends to, filled from the left.
@@ -40,12 +58,14 @@ class Context:
         buffers: one a group of the plan, each (layers, batch, heads, capacity, width).
         num_slots: slots taken so far.
         num_positions: positions taken so far.
+        filled: its first parts, once their slots are written; a later prompt that begins alike goes on behind them.
     """
 
     plan: RotaryPlan
     buffers: tuple[Tensor, ...]
     num_slots: int = 0
     num_positions: int = 0
+    filled: tuple[Filled, ...] = ()
 
     @property
     def capacity(self) -> int:
@@ -69,11 +89,15 @@ class Context:
         Raises:
             PacketError: the packet's shapes are not those of the plan.
         """
-        check_shapes(packet.tensors, self.plan, packet.packet_id)
-        place = self.reserve(packet.tensors[0].shape[2], packet.span)
-        for buffer, tensor, group in zip(self.buffers, packet.tensors, self.plan.groups, strict=True):
+        groups = packet.groups
+        check_shapes(groups, self.plan, packet.packet_id)
+        place = self.reserve(packet.num_slots, packet.span)
+        for buffer, stored, group in zip(self.buffers, groups, self.plan.groups, strict=True):
             target = buffer[:, row, :, place.slot : place.slot + place.num_tokens]
-            realign_into(target, _bring(tensor, target.device), group.rotation, place.position)
+            if isinstance(stored, QuantizedTensor):
+                _restore_into(target, stored, group.rotation, place.position)
+            else:
+                realign_into(target, _bring(stored, target.device), group.rotation, place.position)
         return place
 
     def extract(self, place: Span, row: int = 0) -> tuple[Tensor, ...]:
@@ -93,7 +117,15 @@ def _bring(tensor: Tensor, device: torch.device) -> Tensor:
     return tensor.to(device, non_blocking=True)
 
 
-def check_shapes(tensors: Sequence[Tensor], plan: RotaryPlan, packet_id: str) -> None:
+def _restore_into(target: Tensor, stored: QuantizedTensor, rotation: Rotation | None, shift: int) -> None:
+    """Restore and realign a few layers at a time, so that the packet is never there in full beside its context."""
+    step = 1 if target.device.type == "cpu" else _LAYERS_AT_ONCE
+    for start in range(0, len(target), step):
+        layers = slice(start, start + step)
+        realign_into(target[layers], stored.restore(layers, target.device), rotation, shift)
+
+
+def check_shapes(tensors: Sequence[Tensor | QuantizedTensor], plan: RotaryPlan, packet_id: str) -> None:
     """Refuse tensors that are not laid out as the plan says.
 
     Raises:
@@ -110,9 +142,10 @@ def check_shapes(tensors: Sequence[Tensor], plan: RotaryPlan, packet_id: str) ->
 
 @dataclass
 class ContextPool:
-    """Lends contexts and takes them back, so that warm memory is written again.
+    """Lends contexts and takes them back, so that warm memory is written again, or need not be written at all.
 
-    Writing into memory the process already owns is about eight times faster than into fresh pages.
+    Writing into memory the process already owns is about eight times faster than into fresh pages. A context keeps
+    what it holds until it is lent for another prompt; one that begins with the same parts goes on behind them.
 
     Attributes:
         plan: of the model.
@@ -125,28 +158,58 @@ class ContextPool:
     dtype: torch.dtype
     device: torch.device
     max_idle: int = 2
-    _idle: list[tuple[Tensor, ...]] = field(default_factory=list)
+    _idle: list[Context] = field(default_factory=list)  # last used first
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def take(self, num_slots: int, batch: int = 1) -> Context:
         """An empty context with at least ``num_slots`` slots; bring it back with :meth:`give_back`."""
         with self._lock:
             fitting = [
-                buffers
-                for buffers in self._idle
-                if buffers[0].shape[1] == batch and num_slots <= buffers[0].shape[3] <= max(4 * num_slots, 1024)
+                context
+                for context in self._idle
+                if context.buffers[0].shape[1] == batch and num_slots <= context.capacity <= max(4 * num_slots, 1024)
             ]
-            if fitting:
-                best = min(fitting, key=lambda buffers: buffers[0].shape[3])
-                self._idle = [buffers for buffers in self._idle if buffers is not best]
-                return Context(self.plan, best)
+            if fitting and (len(self._idle) >= self.max_idle or not fitting[-1].filled):
+                self._idle.remove(fitting[-1])
+                return Context(self.plan, fitting[-1].buffers)
         capacity = -(-num_slots // _CAPACITY_STEP) * _CAPACITY_STEP
         shapes = [(len(g.layers), batch, g.heads, capacity, g.width) for g in self.plan.groups]
         with torch.inference_mode(False):  # so that the buffers may be written in any mode
             buffers = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
         return Context(self.plan, buffers)
 
+    def take_filled(self, keys: Sequence[Key], num_slots: int) -> Context | None:
+        """The idle context that begins with the most of ``keys``, cut behind the last packet they share.
+
+        Args:
+            keys: of a prompt's parts.
+            num_slots: it has to hold at least.
+
+        Returns:
+            The context, or None if no idle one shares a packet.
+        """
+        with self._lock:
+            shared = [(_shared(context, keys), context) for context in self._idle if context.capacity >= num_slots]
+            count, best = max(shared, key=lambda found: found[0], default=(0, None))
+            if best is None or not count:
+                return None
+            self._idle.remove(best)
+        end = best.filled[count - 1]
+        return Context(self.plan, best.buffers, end.num_slots, end.num_positions, best.filled[:count])
+
     def give_back(self, context: Context) -> None:
         """Return a context; the caller may not use it afterwards."""
         with self._lock:
-            self._idle = [context.buffers, *self._idle][: self.max_idle]
+            self._idle = [context, *self._idle][: self.max_idle]
+
+    def drop_idle(self) -> None:
+        """Free the contexts that nobody uses."""
+        with self._lock:
+            self._idle = []
+
+
+def _shared(context: Context, keys: Sequence[Key]) -> int:
+    """How many first parts a context and a prompt have alike, up to the last packet among them."""
+    alike = takewhile(lambda pair: pair[0].key == pair[1], zip(context.filled, keys, strict=False))
+    packets = [number for number, (_, key) in enumerate(alike, start=1) if isinstance(key, str)]
+    return max(packets, default=0)

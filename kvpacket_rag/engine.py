@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import logging
 import time
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from kvpacket_rag.adapter import Adapter
-from kvpacket_rag.answer import Answer, AnswerStream, Miss, Timings, Usage
+from kvpacket_rag.answer import Answer, AnswerStream
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.break_even import measure_break_even
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
-from kvpacket_rag.decode import GenerationSettings, Sampler, TextStream
+from kvpacket_rag.compress.compression import Compression
+from kvpacket_rag.compress.reduction import UNREDUCED, Reduction
+from kvpacket_rag.compress.scheme import Scheme
+from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.errors import AdapterError, PromptError
 from kvpacket_rag.hardware import pick_device, pick_dtype
 from kvpacket_rag.models import load_model
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.packet_writer import PacketWriter
-from kvpacket_rag.parts import Part
 from kvpacket_rag.prefill import Prefiller
 from kvpacket_rag.reading import Policy as Policy
-from kvpacket_rag.reading import Prompt, PromptReader, Reuse
+from kvpacket_rag.reading import Prompt, PromptReader, Reuse, Way
 from kvpacket_rag.shipped import check_adapter, find_adapter
 from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
+from kvpacket_rag.writing import Task, write_answer
+
+logger = logging.getLogger(__name__)
 
 _SINK = 1  # see benchmarks/sink.py
 
@@ -39,6 +48,7 @@ class KVPacketEngine:
         adapter: soft tokens around every chunk; none by default.
         sink: tokens read before every chunk and left out of its packet; see :class:`PacketEncoder`.
         min_match_tokens: shorter chunks are not looked for in a prompt, for they occur by chance.
+        reduction: what makes packets smaller; nothing by default.
 
     Example:
         >>> engine = KVPacketEngine.load("smollm2-135m-instruct", store="packets")   # doctest: +SKIP
@@ -53,12 +63,16 @@ class KVPacketEngine:
         adapter: Adapter | None = None,
         sink: int = 0,
         min_match_tokens: int = MIN_MATCH_TOKENS,
+        reduction: Reduction = UNREDUCED,
     ) -> None:
         self.backbone = backbone
         self.store: PacketStore = store if store is not None else MemoryStore()
-        adapter = adapter or Adapter.empty(backbone.hidden_size)
+        self.min_match_tokens = min_match_tokens
+        adapter = Adapter.empty(backbone.hidden_size) if adapter is None else adapter
+        if not isinstance(adapter, Adapter):
+            raise AdapterError(f"adapter is a {type(adapter).__name__}; pass an Adapter, such as Adapter.load(file)")
         check_adapter(adapter, backbone)
-        self.encoder = PacketEncoder(backbone, adapter, sink)
+        self.encoder = PacketEncoder(backbone, adapter, sink, reduction=reduction)
         self._writer = PacketWriter(self.encoder, self.store)
         self._prefiller = Prefiller(backbone, self.encoder, self.store)
         self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
@@ -74,6 +88,10 @@ class KVPacketEngine:
         device: str = "auto",
         dtype: str = "auto",
         min_match_tokens: int = MIN_MATCH_TOKENS,
+        compress: str | Compression | None = None,
+        quantize: str | Scheme | None = None,
+        model_kwargs: Mapping[str, Any] | None = None,
+        tokenizer_kwargs: Mapping[str, Any] | None = None,
     ) -> KVPacketEngine:
         """Load a model by short name, path or hub name, prove it fit for packets, and open a store.
 
@@ -87,15 +105,26 @@ class KVPacketEngine:
             device: ``"auto"`` takes CUDA, then MPS, then the CPU.
             dtype: ``"auto"`` takes bfloat16 where the device computes it fast, else float32.
             min_match_tokens: see the class.
+            compress: a press and the share of every packet's tokens that it removes, such as ``"compactor:0.3"``;
+                None to keep all. Answers change, the more the more is removed.
+            quantize: ``"int8"``, ``"k8v4"`` (smaller) or ``"int4"`` (smallest, with a loss); None for the model's own
+                numbers.
+            model_kwargs: for transformers, such as ``cache_dir``, ``token`` or ``revision``; see
+                :func:`~kvpacket_rag.pretrained.passed_on`.
+            tokenizer_kwargs: the same for the tokenizer alone.
 
         Raises:
+            KVPacketError: an argument for transformers cannot have its effect.
             ModelNotFoundError: no such model.
             UnsupportedModelError: the model cannot be served from packets.
             AdapterError: the adapter does not fit, or is of another model.
+            PacketError: there is no such press or no such way to quantise.
+            MissingExtraError: what was asked for needs a library that is not installed.
         """
+        reduction = Reduction.of(compress, quantize)
         place = pick_device(device)
-        loaded, tokenizer = load_model(model, place, pick_dtype(dtype, place))
-        return cls.around(Backbone(loaded, tokenizer, model), store, adapter, sink, min_match_tokens)
+        loaded, tokenizer = load_model(model, place, pick_dtype(dtype, place), model_kwargs, tokenizer_kwargs)
+        return cls.around(Backbone(loaded, tokenizer, model), store, adapter, sink, min_match_tokens, reduction)
 
     @classmethod
     def around(
@@ -105,6 +134,7 @@ class KVPacketEngine:
         adapter: Adapter | str | Path | None = "auto",
         sink: int | None = None,
         min_match_tokens: int = MIN_MATCH_TOKENS,
+        reduction: Reduction = UNREDUCED,
     ) -> KVPacketEngine:
         """An engine over a model that is loaded already, with all else as :meth:`load` does it.
 
@@ -116,8 +146,8 @@ class KVPacketEngine:
         if isinstance(adapter, str | Path):
             adapter = find_adapter(backbone) if str(adapter) == "auto" else Adapter.load(adapter)
         if sink is None:
-            sink = 0 if adapter and not adapter.is_empty else _SINK
-        return cls(backbone, store, adapter, sink, min_match_tokens)
+            sink = _SINK if adapter is None or (isinstance(adapter, Adapter) and adapter.is_empty) else 0
+        return cls(backbone, store, adapter, sink, min_match_tokens, reduction)
 
     @property
     def model_name(self) -> str:
@@ -200,7 +230,8 @@ class KVPacketEngine:
             prompt: chat messages, rendered by the model's own template; or a final text, which gets
                 the model's beginning-of-sequence token once. Chunks the store knows are found in it.
             settings: how to decode; greedy by default.
-            policy: ``"packets"`` reuses what is stored; ``"prefill"`` reads the same text in full.
+            policy: ``"packets"`` reuses what is stored; ``"prefill"`` reads the same text in full; ``"auto"`` takes
+                the quicker of the two, see :attr:`break_even_tokens`, and the answer says which.
             template_kwargs: passed on to the chat template.
             reuse: which chunks may come from packets and what a miss does; all known ones and nothing by default.
 
@@ -210,54 +241,31 @@ class KVPacketEngine:
             ContextTooLongError: prompt and answer exceed the window; nothing was computed.
         """
         started = time.perf_counter()
-        settings = settings or GenerationSettings()
+        settings = GenerationSettings() if settings is None else settings
+        reuse = Reuse() if reuse is None else reuse
+        for name, value, kind in (("settings", settings, GenerationSettings), ("reuse", reuse, Reuse)):
+            if not isinstance(value, kind):
+                raise PromptError(f"{name} is a {type(value).__name__}; pass {kind.__name__}(...) or None")
         self.backbone.check_unchanged()
-        reuse = reuse or Reuse()
+        way: Way = "prefill" if policy == "prefill" else "packets"
         parts, misses = self._reader.read(prompt, policy, template_kwargs, reuse)
+        if policy == "auto" and sum(part.num_tokens for part in parts if part.packet_id) < self.break_even_tokens:
+            way = "prefill"
+            parts, misses = self._reader.read(prompt, way, template_kwargs, reuse)
         reuse.act_on(misses)
         self._prefiller.check_length(parts, settings.max_new_tokens)
-        return AnswerStream(self._run(parts, misses, settings, reuse, time.perf_counter() - started))
+        task = Task(parts, misses, settings, reuse, way, time.perf_counter() - started)
+        return AnswerStream(write_answer(self.backbone, self._prefiller, task))
 
-    def _run(
-        self,
-        parts: Sequence[Part],
-        misses: tuple[Miss, ...],
-        settings: GenerationSettings,
-        reuse: Reuse,
-        reading: float,
-    ) -> Generator[str, None, Answer]:
-        started = time.perf_counter() - reading
-        sampler = Sampler(settings, lambda: self._prefiller.all_ids(parts), self.backbone.device)
-        filled = self._prefiller.run(parts, settings.max_new_tokens)
-        text = TextStream(self.backbone.decode, settings.stop)
-        pieces: list[str] = []
-        tokens: list[int] = []
-        ends = self.backbone.eos_ids | self.backbone.control_ids(settings.stop)
-        first_token = 0.0
-        try:
-            reuse.act_on(filled.misses)
-            logits = filled.logits
-            while not text.stopped and len(tokens) < settings.max_new_tokens:
-                if tokens:
-                    logits = self.backbone.step(filled.bound, filled.context, tokens[-1])
-                tokens.append(sampler.pick(logits))
-                first_token = first_token or time.perf_counter() - started
-                if tokens[-1] in ends:
-                    break
-                if piece := text.push(tokens[-1]):
-                    pieces.append(piece)
-                    yield piece
-            if piece := text.finish():
-                pieces.append(piece)
-                yield piece
-        finally:
-            self.backbone.pool.give_back(filled.context)
-        reason: Literal["stop", "length"] = "stop" if text.stopped or tokens[-1] in ends else "length"
-        times = Timings(
-            reading + filled.load_seconds, filled.assemble_seconds, first_token, time.perf_counter() - started
-        )
-        counts = filled.packet_tokens, filled.prefilled_tokens, len(tokens), filled.chunks_reused
-        return Answer("".join(pieces), tuple(tokens), reason, Usage(*counts, misses + filled.misses), times)
+    @cached_property
+    def break_even_tokens(self) -> int:
+        """Tokens of chunks from which packets give the first token sooner than full prefill.
+
+        Measured when ``policy="auto"`` first asks for it, which takes a second or more; or set it yourself.
+        """
+        found = measure_break_even(self.backbone, self.encoder, on_disk=not isinstance(self.store, MemoryStore))
+        logger.info("packets of %s are quicker than full prefill from %d tokens on", self.model_name, found)
+        return found
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # it is shared, by copies too

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from kvpacket_rag.answer import Miss
-from kvpacket_rag.assemble import Context, Span
+from kvpacket_rag.assemble import Context, Filled, Key, Span
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import ContextTooLongError, PacketError, PromptError, StoreError
@@ -41,14 +41,16 @@ class Prefilled:
         context: give it back to the pool when done.
         bound: the same, as the model takes it.
         logits: (1, vocabulary) of the first token.
+        reused: ids of the packets it was filled from, in order.
     """
 
     context: Context
     bound: BoundContext
     logits: Tensor
     packet_tokens: int
+    preamble_tokens: int
     prefilled_tokens: int
-    chunks_reused: int
+    reused: tuple[str, ...]
     misses: tuple[Miss, ...]
     load_seconds: float
     assemble_seconds: float
@@ -60,8 +62,9 @@ class _Loading:
 
     misses: list[Miss] = field(default_factory=list)
     packet_tokens: int = 0
+    preamble_tokens: int = 0
     encoded_tokens: int = 0
-    reused: int = 0
+    reused: list[str] = field(default_factory=list)
 
 
 class Prefiller:
@@ -122,34 +125,56 @@ class Prefiller:
                 ready = absorb(ready)
             loaded = time.perf_counter()
             preamble = self._new_preamble(ready)
-            slots = sum(part.packet.tensors[0].shape[2] if part.packet else part.num_tokens for part in ready)
-            context = self._backbone.pool.take(slots + max_new_tokens)
+            context = self._take(ready, max_new_tokens)
             try:
-                texts = self._lay_out(ready, context, count)
+                filled, context.filled = context.filled, ()  # should this fail, nothing is taken for written
+                texts, filled = self._lay_out(ready, context, filled, count)
                 assembled = time.perf_counter()
                 bound = self._backbone.bind(context)
                 logits = self._backbone.prefill(bound, texts)
+                context.filled = filled
                 if preamble is not None:
                     self._keep_preamble(preamble, context)
             except BaseException:
                 self._backbone.pool.give_back(context)
                 raise
-        taken = count.packet_tokens - count.encoded_tokens
         read = sum(len(ids) for _, ids in texts) + count.encoded_tokens
+        tokens = count.packet_tokens - count.encoded_tokens, count.preamble_tokens, read
         seconds = loaded - started, assembled - loaded
-        return Prefilled(context, bound, logits, taken, read, count.reused, tuple(count.misses), *seconds)
+        return Prefilled(context, bound, logits, *tokens, tuple(count.reused), tuple(count.misses), *seconds)
 
-    def _lay_out(self, parts: list[Part], context: Context, count: _Loading) -> list[tuple[Span, list[int]]]:
-        """Write packets into the context, reserve room for text; each packet is let go of once it is written."""
+    def _take(self, parts: list[Part], max_new_tokens: int) -> Context:
+        """A context with room for the parts, if possible one that an earlier prompt filled with the first of them."""
+        slots = sum(part.packet.num_slots if part.packet else part.num_tokens for part in parts) + max_new_tokens
+        pool = self._backbone.pool
+        return pool.take_filled([self._key(part) for part in parts[:-1]], slots) or pool.take(slots)
+
+    def _key(self, part: Part) -> Key:
+        """What the slots of a part hold, given those before it."""
+        return part.packet_id or tuple(self.ids(part))
+
+    def _lay_out(
+        self, parts: list[Part], context: Context, filled: tuple[Filled, ...], count: _Loading
+    ) -> tuple[list[tuple[Span, list[int]]], tuple[Filled, ...]]:
+        """Write packets into the context and reserve room for text, behind what is filled already.
+
+        Each packet is let go of once it is written.
+        """
         texts: list[tuple[Span, list[int]]] = []
-        for part in parts:
-            if part.packet:
+        for number, part in enumerate(parts):
+            is_there = number < len(filled)
+            if part.packet_id and part.packet:
+                count.packet_tokens += part.num_tokens
+            elif part.packet or is_there:
+                count.preamble_tokens += part.num_tokens
+            if part.packet and not is_there:
                 context.place(part.packet)
-                count.packet_tokens += part.packet.num_tokens
-                part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
-            else:
+            elif not is_there:
                 texts.append((context.reserve(part.num_tokens), self.ids(part)))
-        return texts
+            part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
+            if not is_there:
+                filled = (*filled, Filled(self._key(part), context.num_slots, context.num_positions))
+        return texts, filled
 
     def _load(self, parts: Sequence[Part], count: _Loading) -> list[Part]:
         """Put packets into the parts that name one; a chunk at the very end becomes text."""
@@ -171,7 +196,7 @@ class Prefiller:
     def _fetch(self, name: str, part: Part, count: _Loading) -> Packet:
         try:
             packet = self._store.get(name, self._encoder.signature)
-            count.reused += 1
+            count.reused.append(name)
             return packet
         except (PacketError, StoreError) as error:
             logger.warning("packet %s is encoded again: %s", name, error)
@@ -192,7 +217,7 @@ class Prefiller:
 
     def _keep_preamble(self, ids: list[int], context: Context) -> None:
         """Keep what stood before the first packet as a packet of its own: no adapter, position 0, exact."""
-        signature = replace(self._encoder.signature, adapter="none")
+        signature = replace(self._encoder.signature, adapter="none", compression="none", quantization="none")
         tensors = context.extract(Span(0, 0, len(ids)))
         with self._lock:
             self._preambles[tuple(ids)] = Packet(packet_id(ids, signature), signature, tensors, len(ids), len(ids))

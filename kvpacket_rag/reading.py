@@ -11,6 +11,7 @@ from typing import Any, Literal, get_args
 
 from kvpacket_rag.answer import Miss
 from kvpacket_rag.backbone import Backbone, is_unicode
+from kvpacket_rag.chat import check_messages
 from kvpacket_rag.errors import PacketMissError, PromptError
 from kvpacket_rag.finder import ChunkFinder
 from kvpacket_rag.packet import PacketSignature
@@ -20,7 +21,8 @@ from kvpacket_rag.store import PacketStore
 
 logger = logging.getLogger(__name__)
 
-Policy = Literal["packets", "prefill"]
+Way = Literal["packets", "prefill"]
+Policy = Way | Literal["auto"]  # auto: the quicker way
 Match = Literal["auto", "hints", "off"]
 OnMiss = Literal["prefill", "warn", "error"]
 Prompt = str | Sequence[Message]
@@ -52,8 +54,10 @@ class Reuse:
         ):
             if value not in allowed:
                 raise PromptError(f"{name} is {value!r}, expected {', '.join(map(repr, allowed))}")
-        if isinstance(self.hints, str):
-            raise PromptError("hints is a string; pass the packet ids one by one, as a tuple")
+        if isinstance(self.hints, str) or not isinstance(self.hints, Sequence):
+            raise PromptError(f"hints is a {type(self.hints).__name__}; pass the packet ids one by one, as a tuple")
+        if wrong := [hint for hint in self.hints if not isinstance(hint, str)]:
+            raise PromptError(f"hints holds {wrong[0]!r}; packet ids are strings, as encode() returns them")
 
     def act_on(self, misses: Sequence[Miss]) -> None:
         """Do with misses what ``on_miss`` says.
@@ -85,7 +89,8 @@ class PromptReader:
         self._store = store
         self._signature = signature
         self._min_match_tokens = min_match_tokens
-        self._finder = ChunkFinder()
+        # such as one that composes accents itself: then all normal forms of a chunk have its tokens, and its packet
+        self._finder = ChunkFinder(backbone.token_ids("e\u0301") == backbone.token_ids("\u00e9"))
         self._known: dict[str, int] = {}  # packet id to tokens of its text
         self._short: set[str] = set()  # packets of chunks that are not looked for
         self._revision: int | None = None
@@ -102,7 +107,7 @@ class PromptReader:
 
         Args:
             prompt: a final text, or chat messages.
-            policy: ``"prefill"`` gives the same tokens of text, with no packet to them.
+            policy: ``"prefill"`` gives the same tokens of text, with no packet to them; the others are alike here.
             template_kwargs: for the chat template.
             reuse: which chunks are looked for.
 
@@ -113,8 +118,16 @@ class PromptReader:
         Raises:
             PromptError: the policy is unknown, the prompt empty, or a message malformed.
         """
-        if policy not in ("packets", "prefill"):
-            raise PromptError(f"policy is {policy!r}, expected 'packets' or 'prefill'")
+        if policy not in ("packets", "prefill", "auto"):
+            raise PromptError(f"policy is {policy!r}, expected 'packets', 'prefill' or 'auto'")
+        if not isinstance(template_kwargs or {}, Mapping):
+            raise PromptError(f"template_kwargs is {template_kwargs!r}; pass arguments of the chat template by name")
+        if not isinstance(prompt, str | Sequence):
+            raise PromptError(
+                f"the prompt is a {type(prompt).__name__}; pass a string, or a list of Message for a chat"
+            )
+        if not isinstance(prompt, str):
+            check_messages(prompt)
         if not all(is_unicode(text) for text in _texts(prompt)):
             raise PromptError("the prompt holds a lone surrogate, which no encoding knows; remove it")
         reads_all = policy == "prefill" or reuse.match == "off"
@@ -144,7 +157,7 @@ class PromptReader:
         """Chunks that should have been found, with the reason why not; each once."""
         found = {piece.packet_id for piece in pieces if isinstance(piece, ChunkPiece)}
         texts = [piece.text for piece in pieces if isinstance(piece, TextPiece)]
-        near = [miss for text in texts for miss in finder.near_misses(text)]
+        near = [miss for text in texts for miss in finder.near_misses(text) if miss[0] not in found]
         told = found | {name for name, _ in near}
         reused = [piece.text for piece in pieces if isinstance(piece, ChunkPiece)]
         told |= self._short  # they are text by rule
@@ -162,19 +175,18 @@ class PromptReader:
         self._short = {chunk.packet_id for chunk in known if chunk.packet_id not in now}
         for name in self._known.keys() - now.keys():
             self._finder.discard(name)
-        for name in now.keys() - self._known.keys():
-            self._finder.add(name, now[name].text)
+        for name, chunk in now.items():
+            self._finder.add(name, chunk.text)  # of no effect but on what is new or was stored again in another form
         self._known = {name: chunk.num_tokens for name, chunk in now.items()}
         self._revision = revision
 
 
 def _texts(prompt: Prompt) -> Iterator[str]:
-    """Every text of a prompt, what the assistant called included; malformed messages are another's to refuse."""
+    """Every text of a prompt, what the assistant called included."""
     if isinstance(prompt, str):
         yield prompt
         return
     for message in prompt:
-        if isinstance(content := getattr(message, "content", None), str):
-            yield content
-        for call in getattr(message, "tool_calls", ()):
+        yield message.content
+        for call in message.tool_calls:
             yield json.dumps([call.name, call.arguments], ensure_ascii=False, default=str)
