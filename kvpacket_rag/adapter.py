@@ -105,6 +105,7 @@ class Adapter(nn.Module):
         self.deep = None if deep is None else nn.Parameter(deep.detach().float().clone())
         self.low_rank = low_rank
         self.metadata = dict(metadata or {})
+        self.file: Path | None = None  # that it was read from
         for name, parameter in self.named_parameters():
             if not parameter.isfinite().all():
                 raise AdapterError(f"{name} holds numbers that are not finite; train or export the adapter again")
@@ -161,6 +162,13 @@ class Adapter(nn.Module):
         if self.low_rank is not None:
             parts.append(f"low-rank update of the encoder, rank {max(d.shape[0] for d in self.low_rank.down)}")
         return ", ".join(parts)
+
+    @property
+    def label(self) -> str:
+        """By what a person tells it from another one: file and first characters of the digest."""
+        if self.is_empty:
+            return "no adapter"
+        return f"adapter {self.file or 'in memory'} (SHA-256 {self.digest[:12]}…)"
 
     @property
     def is_empty(self) -> bool:
@@ -237,7 +245,9 @@ class Adapter(nn.Module):
         if {f"{m}.{end}" for m in modules for end in ("down", "up")} != set(tensors):
             raise AdapterError(f"{path} holds tensors no adapter has: {', '.join(sorted(tensors))[:200]}")
         updates = {module: (tensors[f"{module}.down"], tensors[f"{module}.up"]) for module in modules}
-        return cls(header, trailer, metadata, deep=deep, low_rank=LowRank(updates) if updates else None)
+        found = cls(header, trailer, metadata, deep=deep, low_rank=LowRank(updates) if updates else None)
+        found.file = Path(path)
+        return found
 
 
 def import_paper_adapter(path: str | Path) -> Adapter:

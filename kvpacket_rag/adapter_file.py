@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import zipfile
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save as serialise
 from torch import Tensor
 
 from kvpacket_rag.errors import AdapterError
@@ -19,16 +21,26 @@ _FORMAT = "kvpacket-adapter-1"
 
 
 def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: str | Path) -> None:
-    """Write one safetensors file, with the metadata in its header.
+    """Write one safetensors file, with the metadata in its header; complete or not at all.
 
     Raises:
-        AdapterError: it cannot be written.
+        AdapterError: it cannot be written; a file that was there is as it was.
     """
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
-    try:
-        save_file(held, path, metadata={"format": _FORMAT, "about": json.dumps(dict(metadata), sort_keys=True)})
-    except (OSError, SafetensorError) as error:
+    about = {"format": _FORMAT, "about": json.dumps(dict(metadata), sort_keys=True)}
+    path = Path(path)
+    half = path.with_name(f".{os.getpid()}.{path.name}")
+    try:  # not by safetensors' own writer, whose files only their owner may read
+        with half.open("wb") as file:
+            file.write(serialise(held, about))
+            file.flush()
+            os.fsync(file.fileno())
+        half.replace(path)
+    except OSError as error:
         raise AdapterError(f"cannot write the adapter {path}: {error}; make room or name another place") from error
+    finally:
+        with suppress(OSError):
+            half.unlink(missing_ok=True)
 
 
 def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:

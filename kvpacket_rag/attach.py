@@ -51,7 +51,8 @@ def attached(adapter: Adapter, model: nn.Module, roles: Tensor) -> Iterator[None
         if adapter.deep is not None:
             hooks += _hook_layers(adapter.deep, model, roles)
         if adapter.low_rank is not None:
-            inside = (roles != OUTSIDE)[..., None]
+            within = (roles != OUTSIDE)[..., None]
+            inside = None if within.all() else within  # then a part of the row may be projected alone, too
             low_rank = adapter.low_rank
             for name, down, up in zip(low_rank.names, low_rank.down, low_rank.up, strict=True):
                 hooks.append(_linear(model, name, down, up).register_forward_hook(_add_low_rank(down, up, inside)))
@@ -105,10 +106,12 @@ def _add_vectors(vectors: Tensor, where: tuple[Tensor, ...], which: Tensor) -> A
     return hook
 
 
-def _add_low_rank(down: Tensor, up: Tensor, inside: Tensor) -> Any:
+def _add_low_rank(down: Tensor, up: Tensor, inside: Tensor | None) -> Any:
     def hook(module: nn.Module, args: tuple[Any, ...], output: Tensor) -> Tensor:
         inputs = args[0]
-        update = (inputs @ down.to(inputs).T) * inside.view(*inputs.shape[:-1], 1)
+        update = inputs @ down.to(inputs).T
+        if inside is not None:
+            update = update * inside.view(*inputs.shape[:-1], 1)
         added: Tensor = output + update @ up.to(inputs).T
         return added
 

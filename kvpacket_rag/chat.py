@@ -87,7 +87,7 @@ def fit_roles(messages: Sequence[Message], render: Render) -> list[Message]:
     Each is tried on a word a message, so that a template which silently leaves a message out is found too. Raises
     PromptError if messages are malformed or none of these is taken.
     """
-    _check(messages)
+    check_messages(messages)
     tried: list[list[Message]] = []
     refusal = PromptError("")
     for candidate in _arrangements(messages):
@@ -157,7 +157,12 @@ def _try_roles(messages: Sequence[Message], render: Render) -> None:
             )
 
 
-def _check(messages: Sequence[Message]) -> None:
+def check_messages(messages: Sequence[Message]) -> None:
+    """See that a chat is a list of messages whose parts are of the types they should be.
+
+    Raises:
+        PromptError: it is not; the message and what is wrong with it are named.
+    """
     if isinstance(messages, str) or not messages:
         found = "a string" if isinstance(messages, str) else "no messages"
         raise PromptError(f"the chat is {found}; pass a list with at least one Message(role, content)")
@@ -171,8 +176,20 @@ def _check(messages: Sequence[Message]) -> None:
                 f"the content of message {number} is a {type(message.content).__name__}; only text can be answered "
                 "from packets, so pass a string"
             )
-        if message.tool_calls and message.role != "assistant":
-            raise PromptError(f"message {number} calls tools as {message.role!r}; only the assistant calls tools")
+        _check_calls(number, message)
+
+
+def _check_calls(number: int, message: Message) -> None:
+    calls = message.tool_calls
+    if not isinstance(calls, tuple | list) or not all(isinstance(call, ToolCall) for call in calls):
+        raise PromptError(
+            f"the tool_calls of message {number} are {calls!r}; pass a tuple of ToolCall(name, arguments)"
+        )
+    if calls and message.role != "assistant":
+        raise PromptError(f"message {number} calls tools as {message.role!r}; only the assistant calls tools")
+    for call in calls:
+        if not isinstance(call.name, str) or not isinstance(call.arguments, Mapping):
+            raise PromptError(f"message {number} makes the call {call!r}; expected a name and arguments by name")
 
 
 def _as_dict(message: Message) -> dict[str, Any]:

@@ -36,12 +36,17 @@ class ChunkFinder:
     prompt template did around it. Adding and discarding take time in proportion to the chunk alone. If two
     packets are given the same text, the one added first is reported until it is discarded. Other threads may find
     while one adds and discards; at worst they overlook a chunk that is being moved.
+
+    Args:
+        forms_are_one: the tokenizer reads the Unicode normal forms of a text as the same tokens, so that a chunk is
+            found in its composed and its decomposed form as well.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, forms_are_one: bool = False) -> None:
+        self._forms_are_one = forms_are_one
         self._texts: dict[str, str] = {}  # packet id -> stripped text
-        self._ids: dict[str, str] = {}  # stripped text -> packet id
-        self._later: dict[str, list[str]] = {}  # stripped text -> ids that were given it too
+        self._ids: dict[str, str] = {}  # stripped text, or a form of it -> packet id
+        self._later: dict[str, list[str]] = {}  # the same -> ids that were given it too
         self._trees = tuple(_Branch(depth=0, width=width) for width in _HEAD_WIDTHS)
         self._composed: ChunkFinder | None = None  # the NFC form of every chunk that is in another form
 
@@ -58,11 +63,12 @@ class ChunkFinder:
             return
         self.discard(packet_id)
         self._texts[packet_id] = text
-        if self._ids.setdefault(text, packet_id) != packet_id:
-            self._later.setdefault(text, []).append(packet_id)
-        elif text:
-            self._tree(text).add(text)
-        if not unicodedata.is_normalized("NFC", text):
+        for form in self._forms(text):
+            if self._ids.setdefault(form, packet_id) != packet_id:
+                self._later.setdefault(form, []).append(packet_id)
+            elif form:
+                self._tree(form).add(form)
+        if not self._forms_are_one and not unicodedata.is_normalized("NFC", text):
             self._composed = self._composed or ChunkFinder()
             self._composed.add(packet_id, unicodedata.normalize("NFC", text))
 
@@ -73,6 +79,10 @@ class ChunkFinder:
             return
         if self._composed is not None:
             self._composed.discard(packet_id)
+        for form in self._forms(text):
+            self._discard_form(form, packet_id)
+
+    def _discard_form(self, text: str, packet_id: str) -> None:
         later = self._later.get(text, [])
         if packet_id in later:
             later.remove(packet_id)
@@ -87,7 +97,7 @@ class ChunkFinder:
 
     def only(self, packet_ids: Iterable[str]) -> ChunkFinder:
         """A finder of these chunks alone; unknown ids are left out."""
-        chosen = ChunkFinder()
+        chosen = ChunkFinder(self._forms_are_one)
         for packet_id in packet_ids:
             if packet_id in self._texts:
                 chosen.add(packet_id, self._texts[packet_id])
@@ -96,7 +106,7 @@ class ChunkFinder:
     def is_inside(self, packet_id: str, texts: Iterable[str]) -> bool:
         """Whether one of the texts holds the chunk of a known id."""
         chunk = self._texts.get(packet_id)
-        return chunk is not None and any(chunk in text for text in texts)
+        return chunk is not None and any(form in text for text in texts for form in self._forms(chunk))
 
     def find(self, text: str) -> list[Match]:
         """The known chunks inside ``text``, in reading order and without overlap.
@@ -126,11 +136,17 @@ class ChunkFinder:
         should learn why nothing was reused. Free of cost where prompt and chunks are in Unicode's composed form NFC.
         """
         composed = unicodedata.normalize("NFC", text)
-        if composed == text and not self._composed:
+        if self._forms_are_one or (composed == text and not self._composed):
             return []
         matches = self.find(composed) + (self._composed.find(composed) if self._composed else [])
         matches.sort(key=lambda match: match.start)
         return [(m.packet_id, OTHER_NORMAL_FORM) for m in matches if self._texts.get(m.packet_id, text) not in text]
+
+    def _forms(self, text: str) -> tuple[str, ...]:
+        """The chunk, and what else the tokenizer takes for it."""
+        if not self._forms_are_one or text.isascii():
+            return (text,)
+        return tuple(dict.fromkeys([text, *(unicodedata.normalize(form, text) for form in ("NFC", "NFD"))]))
 
     def _tree(self, text: str) -> _Branch:
         return next(tree for tree in self._trees if tree.width <= len(text))

@@ -112,13 +112,13 @@ class Ingester:
         for chunk, _ in self.index.rows():
             self.engine.encoder.identify(chunk.text)
 
-    def reencode(self, progress: OnProgress | None = None) -> int:
+    def reencode(self, progress: OnProgress | None = None) -> IngestReport:
         """Make every packet anew with the present model, adapter and dtype, and delete the old ones as it goes.
 
         Chunks keep their texts. May be interrupted and run again; what is done is not done twice.
 
         Returns:
-            How many chunks there are.
+            How many chunks there are, and how many packets had to be made.
 
         Raises:
             DocumentError: a chunk is longer than the model's window; see :meth:`require_fit`.
@@ -127,7 +127,8 @@ class Ingester:
         with self._threads, self._processes:
             rows = list(self.index.rows())
             tokens = {chunk.chunk_id: self.engine.count_tokens(chunk.text.strip()) for chunk, _ in rows}
-            meter = _Meter(progress, sum(tokens.values()), IngestReport())
+            report = IngestReport(chunks=len(rows))
+            meter = _Meter(progress, sum(tokens.values()), report)
             for start in range(0, len(rows), _BATCH_CHUNKS):
                 batch = rows[start : start + _BATCH_CHUNKS]
                 ids = [chunk.chunk_id for chunk, _ in batch]
@@ -137,7 +138,7 @@ class Ingester:
                     self.engine.store.delete(old)
                 self.index.set_packet_ids(dict(zip(ids, names, strict=True)))
                 meter.finish(sum(tokens[name] for name in ids))
-            return len(rows)
+            return report
 
     def _plans(self, documents: Iterable[Document], report: IngestReport) -> list[_Plan]:
         from kvpacket_rag.split import Splitter  # late: a compiled extension that only ingesting needs
@@ -147,7 +148,9 @@ class Ingester:
         lost = {chunk.document_id for chunk, name in self.index.rows() if name not in known}
         plans: dict[str, _Plan] = {}
         unchanged: set[str] = set()
-        for document in documents:
+        for number, document in enumerate(documents):
+            if not isinstance(document, Document):
+                raise DocumentError(f"item {number} is a {type(document).__name__}; pass Document(document_id, text)")
             name = document.document_id
             plans.pop(name, None)
             unchanged.discard(name)

@@ -7,7 +7,7 @@ import logging
 import os
 import re
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,8 +20,9 @@ from safetensors import SafetensorError
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils import logging as transformers_logging
 
-from kvpacket_rag.errors import MissingExtraError, ModelNotFoundError, UnsupportedModelError
+from kvpacket_rag.errors import KVPacketError, MissingExtraError, ModelNotFoundError, UnsupportedModelError
 from kvpacket_rag.gguf import converted
+from kvpacket_rag.pretrained import passed_on
 
 logger = logging.getLogger(__name__)
 
@@ -106,7 +107,11 @@ def resolve_embedder(name: str) -> Path | str:
 
 
 def load_model(
-    name: str, device: torch.device | str = "cpu", dtype: torch.dtype | str = torch.float32
+    name: str,
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype | str = torch.float32,
+    model_kwargs: Mapping[str, Any] | None = None,
+    tokenizer_kwargs: Mapping[str, Any] | None = None,
 ) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """A causal language model and its tokenizer, ready to run: eval mode, no gradients, on the device.
 
@@ -116,22 +121,24 @@ def load_model(
         name: see :func:`resolve_model`.
         device: as for :meth:`torch.nn.Module.to`.
         dtype: of the weights; ``"auto"`` takes the checkpoint's own.
+        model_kwargs: for transformers' ``from_pretrained``; see :func:`~kvpacket_rag.pretrained.passed_on`.
+        tokenizer_kwargs: the same for the tokenizer.
 
     Raises:
+        KVPacketError: an argument for transformers cannot have its effect.
         ModelNotFoundError: no such model is installed, on disk or on the hub, or its files are damaged.
         UnsupportedModelError: it is no causal language model that transformers knows, or lacks weights.
         MissingExtraError: it needs a package that is not installed.
     """
+    given = passed_on(model_kwargs or {}, tokenizer_kwargs or {})
     source = resolve_model(name)
-    safely = {"trust_remote_code": False, "local_files_only": isinstance(source, Path) or not hub_has(source)}
-    with quietly_loading():
-        with _explained(name, "tokenizer"):
-            tokenizer = AutoTokenizer.from_pretrained(source, **safely)
-        with _explained(name, "weights"):
-            # Weights of the wrong shape are let through here because transformers only logs which they are.
-            model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
-                source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **safely
-            )
+    options, for_tokenizer = _safely(source, *given)
+    tokenizer = _read_tokenizer(name, source, for_tokenizer)
+    with quietly_loading(), _explained(name, "weights"):
+        # Weights of the wrong shape are let through here because transformers only logs which they are.
+        model, report = cast(Any, AutoModelForCausalLM).from_pretrained(
+            source, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
+        )
     unfit = sorted([*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])])
     if unfit:
         raise UnsupportedModelError(
@@ -139,19 +146,60 @@ def load_model(
             "and they would be random; pass the folder of a complete causal language model"
         )
     model = model.to(device).eval().requires_grad_(False)
-    return cast(PreTrainedModel, model), cast(PreTrainedTokenizerBase, tokenizer)
+    return cast(PreTrainedModel, model), tokenizer
 
 
-def hub_has(name: str) -> bool:
+def load_tokenizer(name: str, tokenizer_kwargs: Mapping[str, Any] | None = None) -> PreTrainedTokenizerBase:
+    """A tokenizer alone, by what :func:`resolve_model` takes; a folder of it need not hold a model too.
+
+    Raises:
+        KVPacketError: an argument for transformers cannot have its effect; see :func:`load_model`.
+        ModelNotFoundError: there is none.
+    """
+    _, options = passed_on({}, tokenizer_kwargs or {})
+    folder = Path(name).expanduser()
+    source = folder if name and folder.is_dir() else resolve_model(name)
+    return _read_tokenizer(name, source, *_safely(source, options))
+
+
+def _read_tokenizer(name: str, source: Path | str, options: Mapping[str, Any]) -> PreTrainedTokenizerBase:
+    with quietly_loading(), _explained(name, "tokenizer"):
+        return cast(PreTrainedTokenizerBase, AutoTokenizer.from_pretrained(source, **options))
+
+
+def _safely(source: Path | str, *given: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Arguments for transformers that run no code of a model and wait for no hub that cannot be reached."""
+    revisions = {options["revision"] for options in given if "revision" in options} - {"main"}
+    if isinstance(source, Path) and revisions:
+        raise KVPacketError(
+            f"revision is {revisions.pop()!r}, but the files are those of {source}, which has no revisions; leave "
+            "revision out, or pass a folder with that revision's files"
+        )
+    if isinstance(source, Path) or all(options.get("local_files_only") for options in given):
+        is_local = True
+    else:
+        is_local = not hub_has(source, given[0].get("token"))
+    local = [is_local or bool(options.get("local_files_only")) for options in given]
+    return [
+        {**options, "trust_remote_code": False, "local_files_only": only}
+        for options, only in zip(given, local, strict=True)
+    ]
+
+
+def hub_has(name: str, token: str | bool | None = None) -> bool:
     """Ask the hub once for a model. False: it cannot be reached, so only what was downloaded before can serve.
 
     Without this, a machine with no network waits through a minute of retries before every answer.
+
+    Args:
+        name: of the model on the hub.
+        token: of somebody who may read it; None for the one of this machine, if there is one.
 
     Raises:
         ModelNotFoundError: the hub answers that there is no such model, or none that may be read.
     """
     try:
-        HfApi().model_info(name, timeout=10)
+        HfApi().model_info(name, timeout=10, token=token)
     except RepositoryNotFoundError as error:
         raise _not_found(name, "the hub has no such model, or none that may be read without `hf auth login`") from error
     except HfHubHTTPError:

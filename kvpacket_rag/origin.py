@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
-import os
+import shlex
 from collections.abc import Mapping
 from dataclasses import fields
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.embed import Embedder
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import PacketMismatchError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.models import resolve_model
 from kvpacket_rag.packet import PacketSignature
+from kvpacket_rag.shipped import is_shipped
 
 ADAPTER_FILE = "adapter.safetensors"
 _DEFAULT_MODEL = "smollm2-135m-instruct"
+_DEFAULT_EMBEDDER = "all-MiniLM-L6-v2"
 _UNFINISHED = "unfinished: go on with 'kvpacket ingest --reencode' or reencode=True"  # in place of a signature
+_COMPARED = 4  # rows whose vectors are compared with an embedder's
+_LIKE = 0.5  # cosine: vectors of a text with and without its metadata are nearer, those of two models are not
 
 
 class Origin:
@@ -35,26 +43,80 @@ class Origin:
     @property
     def embedder(self) -> str:
         """Name of the embedding model."""
-        return self._index.get_setting("embedder") or "all-MiniLM-L6-v2"
+        return self._index.get_setting("embedder") or _DEFAULT_EMBEDDER
+
+    @property
+    def knows_embedder(self) -> bool:
+        """Whether that is known: an index that another framework filled with its own vectors does not say."""
+        return not len(self._index) or self._index.get_setting("embedder") is not None
 
     @property
     def chunk_tokens(self) -> int:
         """Most tokens of a chunk."""
         return int(self._index.get_setting("chunk_tokens") or 256)
 
-    def load_engine(self, model: str | None, options: Mapping[str, Any]) -> KVPacketEngine:
-        """The engine over the folder's packets; model, dtype and adapter of the index where none is asked for."""
+    def require_embedder(self) -> None:
+        """Refuse to guess which model the vectors are of.
+
+        Raises:
+            StoreError: the index does not say.
+        """
+        if not self.knows_embedder:
+            raise StoreError(
+                f"the index in {self._folder} does not say which embedding model its vectors are of, for it was filled "
+                "through a framework that embeds by itself; name that model with --embedder NAME, or embedder=NAME "
+                f"in Python ({_DEFAULT_EMBEDDER} for those of KVPacketEmbedding)"
+            )
+
+    def check_vectors(self, embedder: Embedder) -> None:
+        """See that stored vectors can be those of an embedder that the index does not name.
+
+        Raises:
+            StoreError: they cannot.
+        """
+        if self.knows_embedder:
+            return
+        chunks = [chunk for chunk, _ in islice(self._index.rows(), _COMPARED)]
+        stored = self._index.vectors([chunk.chunk_id for chunk in chunks])
+        own = embedder.embed_documents([chunk.text for chunk in chunks])
+        if own.shape != stored.shape:
+            found = f"have {stored.shape[1]} dimensions and its own {own.shape[1]}"
+        else:
+            lengths = np.linalg.norm(own, axis=1) * np.linalg.norm(stored, axis=1)
+            likeness = float(np.median((own * stored).sum(1) / lengths))
+            if likeness >= _LIKE:
+                return
+            found = f"and its own have a cosine of {likeness:.2f} for the same texts"
+        raise StoreError(
+            f"the vectors of the index in {self._folder} are not of the embedder {embedder.name!r}: they {found}; "
+            "name the embedding model that the index was filled with"
+        )
+
+    def load_engine(self, model: str | None, options: Mapping[str, Any], keep_adapter: bool = False) -> KVPacketEngine:
+        """The engine over the folder's packets; model, dtype and adapter of the index where none is asked for.
+
+        Args:
+            model: short name, path or hub name.
+            options: of :meth:`KVPacketEngine.load`.
+            keep_adapter: ``adapter="auto"`` means the index's own, too, for that is the one that fits its packets.
+        """
+        options = dict(options)
+        has_packets = self._index.get_setting("signature") is not None
+        if has_packets and keep_adapter and isinstance(asked := options.get("adapter"), str) and asked == "auto":
+            del options["adapter"]
         chosen: dict[str, Any] = {"dtype": self._index.get_setting("dtype") or "auto"}
-        if "adapter" not in options and self._index.get_setting("signature"):
+        if "adapter" not in options and has_packets:
             chosen["adapter"] = None
             if sink := self._index.get_setting("sink"):
                 chosen["sink"] = int(sink)
             if self._index.get_setting("adapter"):
                 chosen["adapter"] = Adapter.load(self._folder / ADAPTER_FILE)
+        for name in ("compress", "quantize"):
+            chosen[name] = self._index.get_setting(name) or None
         model = model or self._index.get_setting("model") or _DEFAULT_MODEL
         if resolve_model(model) == (folder := Path(model).expanduser()):
             model = str(folder.absolute())  # to be found from any working folder later
-        return KVPacketEngine.load(model, store=self._folder, **(chosen | dict(options)))
+        return KVPacketEngine.load(model, store=self._folder, **(chosen | options))
 
     def check(self, engine: KVPacketEngine, embedder: str, reencode: bool) -> bool:
         """Whether the packets have to be made anew, which is only said if ``reencode`` allows it.
@@ -83,27 +145,27 @@ class Origin:
         self._set({"signature": _UNFINISHED, **self._facts(engine)})
 
     def write(self, engine: KVPacketEngine, embedder: str, chunk_tokens: int) -> None:
-        """Note what the index is built with from here on."""
-        self._set(
-            {
-                **self._facts(engine),
-                "embedder": embedder,
-                "chunk_tokens": str(chunk_tokens),
-                "signature": engine.signature.to_json(),
-            }
-        )
+        """Note what the index is built with from here on; of rows that another framework made, only the packets."""
+        own = {"embedder": embedder, "chunk_tokens": str(chunk_tokens)} if self.knows_embedder else {}
+        self._set({**self._facts(engine), **own, "signature": engine.signature.to_json()})
 
     def _facts(self, engine: KVPacketEngine) -> dict[str, str]:
         adapter, file = engine.encoder.adapter, self._folder / ADAPTER_FILE
         if adapter.is_empty:
             file.unlink(missing_ok=True)
         elif self._index.get_setting("adapter") != adapter.digest or not file.is_file():
-            temporary = file.with_name(f".{os.getpid()}.{ADAPTER_FILE}")
-            adapter.save(temporary)
-            os.replace(temporary, file)
+            adapter.save(file)
         digest = "" if adapter.is_empty else adapter.digest
         sink = str(len(engine.encoder.sink_ids))
-        return {"model": engine.model_name, "dtype": engine.signature.dtype, "adapter": digest, "sink": sink}
+        reduction = engine.encoder.reduction
+        return {
+            "model": engine.model_name,
+            "dtype": engine.signature.dtype,
+            "adapter": digest,
+            "sink": sink,
+            "compress": str(reduction.compression or ""),
+            "quantize": reduction.scheme.name if reduction.scheme else "",
+        }
 
     def _set(self, settings: Mapping[str, str]) -> None:
         for key, value in settings.items():
@@ -111,14 +173,37 @@ class Origin:
                 self._index.set_setting(key, value)
 
     def _difference(self, written: str, engine: KVPacketEngine) -> str:
-        remedy = "make its packets anew with 'kvpacket ingest --reencode' or KVPacketRAG.open(..., reencode=True)"
+        command = f"kvpacket ingest --reencode --index {shlex.quote(str(self._folder))}"
+        remedy = "make its packets anew, in Python by reencode=True, else by: "
         if written == _UNFINISHED:
-            return f"encoding the index in {self._folder} again was interrupted; {remedy} to finish it"
+            return f"encoding the index in {self._folder} again was interrupted; to finish, {remedy}{command}"
         found, ours = PacketSignature.from_json(written), engine.signature
         names = [field.name for field in fields(ours) if getattr(ours, field.name) != getattr(found, field.name)]
-        model = self._index.get_setting("model")
+        model, adapter = self._index.get_setting("model"), engine.encoder.adapter
+        digest = found.adapter.partition(",")[0]
+        made_with = f"adapter {ADAPTER_FILE} in it (SHA-256 {digest[:12]}…)" if digest != "none" else "no adapter"
+        if model != engine.model_name:
+            command += f" --model {shlex.quote(engine.model_name)}"
+        if "dtype" in names:
+            command += f" --dtype {ours.dtype}"
+        if "adapter" in names:
+            command += f" --adapter {_argument(adapter)}"
+        reduction = engine.encoder.reduction
+        if "compression" in names:
+            command += f" --compress {reduction.compression or 'none'}"
+        if "quantization" in names:
+            command += f" --quantize {reduction.scheme.name if reduction.scheme else 'none'}"
         return (
-            f"the index in {self._folder} holds packets of model {model!r} in {found.dtype}, which "
-            f"{engine.model_name!r} in {ours.dtype} cannot read: {' and '.join(names)} differ; "
-            f"open it as it was built, or {remedy}"
+            f"the index in {self._folder} holds packets of model {model!r} in {found.dtype} with {made_with}, which "
+            f"{engine.model_name!r} in {ours.dtype} with {adapter.label} cannot read: {' and '.join(names)} differ; "
+            f"open it as it was made, without naming a model, dtype or adapter, or {remedy}{command}"
         )
+
+
+def _argument(adapter: Adapter) -> str:
+    """What ``--adapter`` takes for this one."""
+    if adapter.is_empty:
+        return "none"
+    if is_shipped(adapter):
+        return "auto"
+    return shlex.quote(str(adapter.file)) if adapter.file else "FILE"

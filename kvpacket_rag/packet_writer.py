@@ -41,6 +41,8 @@ class PacketWriter:
         self, texts: Sequence[str], owners: Sequence[str] | None = None, progress: OnTokens | None = None
     ) -> list[str]:
         """Make sure every chunk has a packet; see :meth:`KVPacketEngine.encode`."""
+        _require_strings("texts", texts)
+        _require_strings("owners", owners or ())
         if owners is not None and len(owners) != len(texts):
             raise PromptError(f"{len(owners)} owners for {len(texts)} texts; expected one each")
         named = [self._encoder.identify(text) for text in texts]
@@ -70,6 +72,18 @@ class PacketWriter:
                     done = _settle(pending, done, total, progress)
             while pending:
                 done = _settle(pending, done, total, progress)
+
+
+def _require_strings(name: str, values: Sequence[str]) -> None:
+    """Refuse one string in place of several, and what is no string.
+
+    Raises:
+        PromptError: it is either.
+    """
+    if isinstance(values, str) or not isinstance(values, Sequence):
+        raise PromptError(f"{name} is a {type(values).__name__}; pass a list of strings, one for each chunk")
+    if wrong := [value for value in values if not isinstance(value, str)]:
+        raise PromptError(f"{name} holds a {type(wrong[0]).__name__}; pass a list of strings, one for each chunk")
 
 
 def _settle(pending: deque[tuple[Packet, Future[None]]], done: int, total: int, progress: OnTokens | None) -> int:

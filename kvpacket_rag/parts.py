@@ -10,7 +10,7 @@ from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.finder import ChunkFinder
 from kvpacket_rag.packet import Packet
-from kvpacket_rag.prompt import ChunkPiece, Message, Piece, segment_chat
+from kvpacket_rag.prompt import ChunkPiece, Message, Piece, TextPiece, segment_chat
 
 
 @dataclass(slots=True)
@@ -50,12 +50,18 @@ def tokenise(backbone: Backbone, pieces: Sequence[Piece], known: Mapping[str, in
     """
     parts = [_part(backbone, piece, known, starts=not number) for number, piece in enumerate(pieces)]
     bos = backbone.bos_ids()
-    if bos and parts and (parts[0].ids or [])[:1] != bos:
+    if bos and parts and not _begins(backbone, pieces[0]):
         if parts[0].ids is None:
             parts = [Part.of_text(bos), *parts]
         else:
             parts = [Part.of_text([*bos, *parts[0].ids], parts[0].text), *parts[1:]]
     return [part for part in parts if part.num_tokens]
+
+
+def _begins(backbone: Backbone, piece: Piece) -> bool:
+    """Whether a prompt's first piece holds the beginning-of-sequence token, behind white space at most."""
+    written = isinstance(piece, TextPiece) and not piece.plain
+    return written and piece.text.lstrip().startswith(str(backbone.tokenizer.bos_token))
 
 
 def _part(backbone: Backbone, piece: Piece, known: Mapping[str, int], starts: bool) -> Part:

@@ -50,6 +50,9 @@ class KVPacketRAG:
         chunk_tokens: most tokens of a chunk.
         lock: held while the index is changed; :meth:`open` uses a file lock, so that processes take turns.
 
+    Attributes:
+        reencoded: what :meth:`open` encoded again; None if it had no need to.
+
     Example:
         >>> with KVPacketRAG.open("library") as rag:               # doctest: +SKIP
         ...     rag.add([Document("lease", "Ada Marlow signed the lease …")])
@@ -68,6 +71,7 @@ class KVPacketRAG:
         self.index = index
         self.embedder = embedder
         self.chunk_tokens = chunk_tokens
+        self.reencoded: IngestReport | None = None
         self._ingester = Ingester(engine, index, embedder, chunk_tokens, lock)
 
     @classmethod
@@ -76,7 +80,7 @@ class KVPacketRAG:
         folder: str | Path,
         model: str | None = None,
         *,
-        embedder: Embedder | None = None,
+        embedder: Embedder | str | None = None,
         chunk_tokens: int | None = None,
         kind: Kind = "flat",
         reencode: bool = False,
@@ -90,13 +94,15 @@ class KVPacketRAG:
         Args:
             folder: holds rows, vectors and packets, and a copy of the adapter.
             model: short name, path or hub name.
-            embedder: turns text into vectors; all-MiniLM-L6-v2 by default.
+            embedder: turns text into vectors, an object or the name of a sentence-transformers model;
+                all-MiniLM-L6-v2 by default. Has to be given for an index whose vectors another framework made.
             chunk_tokens: most tokens of a chunk, 256 by default; what is stored keeps its size until it
                 is added again.
             kind: of search: ``"flat"`` is exact, ``"hnsw"`` approximate on large indexes.
             reencode: when model, adapter or dtype changed, encode every chunk again.
             progress: of encoding again.
-            engine_options: passed to :meth:`KVPacketEngine.load`.
+            engine_options: passed to :meth:`KVPacketEngine.load`; ``adapter="auto"`` is the index's own adapter,
+                unless ``reencode`` is given or the index is new.
 
         Raises:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
@@ -107,16 +113,20 @@ class KVPacketRAG:
             index = PacketIndex.open(folder, kind=kind)
             undo.callback(index.close)
             origin = Origin(index, folder)
-            engine = origin.load_engine(model, engine_options)
+            if embedder is None:
+                origin.require_embedder()
+            engine = origin.load_engine(model, engine_options, keep_adapter=not reencode)
             undo.callback(engine.close)
-            embedder = embedder or SentenceTransformerEmbedder(origin.embedder)
+            if embedder is None or isinstance(embedder, str):
+                embedder = SentenceTransformerEmbedder(embedder or origin.embedder)
+            origin.check_vectors(embedder)
             if chunk_tokens is None:
                 chunk_tokens = origin.chunk_tokens
             rag = cls(engine, index, embedder, chunk_tokens, change_lock(folder))
             if origin.check(engine, embedder.name, reencode):
                 rag._ingester.require_fit()
                 origin.begin_reencoding(engine)
-                rag._ingester.reencode(progress)
+                rag.reencoded = rag._ingester.reencode(progress)
             origin.write(engine, embedder.name, rag.chunk_tokens)
             undo.pop_all()
         return rag
@@ -143,6 +153,8 @@ class KVPacketRAG:
             PromptError: the question is empty.
             StoreError: the index is empty, or k is below 1.
         """
+        if not isinstance(question, str):
+            raise PromptError(f"the question is a {type(question).__name__}; pass a string")
         if not question.strip():
             raise PromptError("the question is empty; ask something")
         if not is_unicode(question):

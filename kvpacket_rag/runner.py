@@ -143,7 +143,7 @@ class ModelRunner:
         if positions is not None and self._takes_positions:
             arguments["position_ids"] = positions
         if self._takes_logits_to_keep and wanted == "last":  # by its place: behind a slice, torch copies all of lm_head
-            arguments["logits_to_keep"] = torch.tensor([inputs.shape[1] - 1], device=inputs.device)
+            arguments["logits_to_keep"] = torch.tensor([-1], device=inputs.device)  # a layer may leave tokens out
         elif self._takes_logits_to_keep and not isinstance(wanted, str):
             arguments["logits_to_keep"] = wanted
         with self.lock:

@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 import torch
 
@@ -25,77 +24,12 @@ from kvpacket_rag.training.objective import Targets
 from kvpacket_rag.training.row import Row, make_row
 from kvpacket_rag.training.teacher import Teacher
 from kvpacket_rag.training.validation import compare
+from kvpacket_rag.verdict import Fidelity, Verdict
 
 _PER_DOMAIN = 6
 _CHUNKS = 5
 _CHUNK_TOKENS = 110
 _ANSWER_TOKENS = 32
-FIT_GAP = 0.5  # share of plain concatenation's divergence that an adapter has to remove
-FIT_KL = 0.02  # nats a token that are close enough whatever plain concatenation does
-
-
-@dataclass(frozen=True, slots=True)
-class Fidelity:
-    """How close one way of reading is to full prefill, along full prefill's own greedy answers.
-
-    Attributes:
-        kl: KL(full prefill ‖ this), nats a token.
-        agreement: share of tokens for which the most likely one is the same.
-    """
-
-    kl: float
-    agreement: float
-
-
-@dataclass(frozen=True, slots=True)
-class Verdict:
-    """What was found.
-
-    Attributes:
-        error_shift: largest relative error of keys moved against keys encoded in place.
-        error_packets: relative error of the logits of packets against a block mask.
-        tokens: of answers that were compared.
-        packets: with the adapter.
-        plain: without it, the chunks' bare keys and values side by side.
-        full: full prefill in one forward against itself token by token: what arithmetic alone differs.
-        has_adapter: whether ``packets`` had one to use.
-    """
-
-    error_shift: float
-    error_packets: float
-    tokens: int
-    packets: Fidelity
-    plain: Fidelity
-    full: Fidelity
-    has_adapter: bool
-
-    @property
-    def recovered_gap(self) -> float:
-        """1 - KL(packets) / KL(plain concatenation)."""
-        return 1 - self.packets.kl / self.plain.kl if self.plain.kl > 0 else 0.0
-
-    @property
-    def is_fit(self) -> bool:
-        """Whether packets are near enough to full prefill, and no worse than plain concatenation."""
-        return self.packets.kl <= min(FIT_KL, self.plain.kl) or self.recovered_gap >= FIT_GAP
-
-    @property
-    def sentence(self) -> str:
-        """The verdict in one line."""
-        found = f"{self.packets.kl:.3f} nats a token from full prefill"
-        if self.is_fit:
-            return f"fit: answers from packets are {found}"
-        if not self.has_adapter:
-            return f"not fit without an adapter: answers from bare chunks are {found}; train one with 'kvpacket train'"
-        return (
-            f"not fit: with this adapter answers are {found}, plain concatenation {self.plain.kl:.3f}; "
-            "it belongs to other weights or needs more training"
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        """All figures by name, for JSON."""
-        derived = {"recovered_gap": self.recovered_gap, "fit": self.is_fit, "verdict": self.sentence}
-        return asdict(self) | derived
 
 
 def verify(backbone: Backbone, adapter: Adapter) -> Verdict:

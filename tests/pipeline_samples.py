@@ -11,7 +11,9 @@ from typing import Any
 import numpy as np
 from conftest import CHUNKS
 
+from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.compress.reduction import Reduction
 from kvpacket_rag.documents import Document
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.index import PacketIndex
@@ -66,17 +68,20 @@ def loader(backbone: Backbone, **backbones: Backbone) -> Callable[..., KVPacketE
     def load(
         model: str,
         *,
-        store: Path,
+        store: Path | None = None,
         adapter: Any = None,
         sink: int | None = None,
         device: str = "auto",
         dtype: str = "auto",
+        compress: Any = None,
+        quantize: Any = None,
     ) -> KVPacketEngine:
         chosen = copy.copy(backbones.get(model) or backbones.get(dtype) or backbone)
         chosen.name = model
-        return KVPacketEngine(
-            chosen, DiskStore(store), None if adapter == "auto" else adapter, sink or 0, min_match_tokens=4
-        )
+        if isinstance(adapter, str | Path):
+            adapter = None if adapter == "auto" else Adapter.load(adapter)
+        folder = DiskStore(store) if store else None
+        return KVPacketEngine(chosen, folder, adapter, sink or 0, 4, Reduction.of(compress, quantize))
 
     return load
 

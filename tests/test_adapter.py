@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import os
 import pickle
+import stat
 from pathlib import Path
 from typing import Any
 
@@ -197,3 +199,32 @@ def test_tensors_no_adapter_has_are_refused_by_name(tmp_path: Path):
     )
     with pytest.raises(AdapterError, match=r"no adapter has: q\.down"):
         Adapter.load(tmp_path / "a")
+
+
+def test_a_saved_adapter_may_be_read_by_whom_the_umask_lets(tmp_path: Path):
+    adapter = Adapter(torch.zeros(1, 2), torch.zeros(1, 2))
+    before = os.umask(0o027)
+    try:
+        adapter.save(tmp_path / "a.safetensors")
+    finally:
+        os.umask(before)
+    assert stat.S_IMODE((tmp_path / "a.safetensors").stat().st_mode) == 0o640
+
+
+def test_an_adapter_that_cannot_be_written_leaves_the_old_one_and_nothing_else(tmp_path: Path, monkeypatch: Any):
+    path = tmp_path / "a.safetensors"
+    Adapter(torch.zeros(1, 2), torch.zeros(1, 2)).save(path)
+    before = path.read_bytes()
+    monkeypatch.setattr(os, "fsync", lambda _: (_ for _ in ()).throw(OSError("no space left")))
+    with pytest.raises(AdapterError, match=r"no space left.*make room"):
+        Adapter(torch.ones(1, 2), torch.ones(1, 2)).save(path)
+    assert path.read_bytes() == before and list(tmp_path.iterdir()) == [path]
+
+
+def test_an_adapter_is_called_by_its_file_and_digest(tmp_path: Path):
+    adapter = Adapter(torch.ones(1, 2), torch.ones(1, 2))
+    adapter.save(tmp_path / "a.safetensors")
+    found = Adapter.load(tmp_path / "a.safetensors").label
+    assert found == f"adapter {tmp_path / 'a.safetensors'} (SHA-256 {adapter.digest[:12]}…)"
+    assert adapter.label == f"adapter in memory (SHA-256 {adapter.digest[:12]}…)"
+    assert Adapter.empty(2).label == "no adapter"

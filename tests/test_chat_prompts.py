@@ -112,4 +112,4 @@ def test_a_second_turn_is_answered_from_packets_as_by_an_engine_that_saw_no_firs
     turns = [*first, Message("assistant", f"<think>\nHm.\n</think>\n\n{answer.text}"), Message("user", f"{CHUNK}?")]
     again, alone = (used.generate(turns, SHORT, template_kwargs=options) for used in (warm, cold))
     assert again.token_ids == alone.token_ids and again.usage.chunks_reused == alone.usage.chunks_reused == 3
-    assert again.usage.packet_tokens > alone.usage.packet_tokens  # what stood before the first chunk, too
+    assert again.usage.preamble_tokens > alone.usage.preamble_tokens  # what stood before the first chunk, too

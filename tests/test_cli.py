@@ -16,8 +16,9 @@ from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixtu
 from pipeline_samples import NEW_LEASE, packet_files
 
 import kvpacket_rag
+from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.cli import main
-from kvpacket_rag.cli.output import duration, size, table
+from kvpacket_rag.cli.output import duration, size, source, table
 from kvpacket_rag.errors import StoreFullError
 from kvpacket_rag.journal import change_lock
 from kvpacket_rag.store import DiskStore
@@ -139,6 +140,23 @@ def test_ask_prints_answer_sources_usage_and_times(kv: Run, index: Path, docs: P
     assert "reused (2 chunks)" in out and "prefilled" in out and "first token after" in out
 
 
+def test_ask_tells_of_every_chunk_that_was_read_as_text_why(kv: Run, index: Path, docs: Path):
+    (docs / "short.txt").write_text("Yes.")
+    kv("ingest", docs, "--index", index)
+    lost = next((index / "packets").rglob("*.safetensors"))
+    lost.write_bytes(lost.read_bytes()[:-1])
+    _, out, _ = kv("ask", "Who signed the lease?", "--index", index, "-k", 9, "--max-new-tokens", 2)
+    told = [line for line in out.splitlines() if line.startswith("Read as text  ")]
+    assert len(told) == 2 and "reused (3 chunks)" in out
+    assert any("short: it has fewer than 16 tokens" in line for line in told)
+
+
+def test_a_source_is_named_once_where_it_has_no_title():
+    assert source(Chunk("c", "text", "/docs/a.txt", {})) == "/docs/a.txt"
+    assert source(Chunk("c", "text", "/docs/a.pdf", {"page": 2})) == "/docs/a.pdf, page 2"
+    assert source(Chunk("c", "text", "/docs/a.txt", {"title": "Leases"})) == "Leases  (/docs/a.txt)"
+
+
 def test_streamed_output_is_the_same_answer(kv: Run, index: Path):
     asked = ["ask", "Who signed the lease?", "--index", index, "--max-new-tokens", 8]
     whole, streamed = kv(*asked)[1], kv(*asked, "--stream")[1]
@@ -178,7 +196,7 @@ def test_decoding_options_reach_the_model(kv: Run, index: Path):
         (["ask", "Who? " * 3000, "--index", "INDEX"], "window|more than the 2048"),
         (["ask", "Who?", "--index", "INDEX", "--temperature", "-1"], "temperature is -1.0"),
         (["ask", "Who?", "--index", "nowhere"], "nowhere holds no index; make one with 'kvpacket ingest"),
-        (["ask", "Who?", "--index", "INDEX", "--model", "other"], "weights differ.*'kvpacket ingest --reencode'"),
+        (["ask", "Who?", "--index", "INDEX", "--model", "other"], "weights differ.*kvpacket ingest .* --model other"),
         (["delete", "none.txt", "--index", "INDEX"], "no document 'none.txt'"),
         (["inspect", "nowhere"], "nowhere holds no index"),
         (["inspect", __file__], "no safetensors file"),

@@ -59,7 +59,9 @@ def test_a_repeated_preamble_is_reused_and_changes_nothing(soft_engine: KVPacket
     soft_engine.encode(CHUNKS)
     first, second = (soft_engine.generate(ask(CHUNKS), SHORT) for _ in range(2))
     assert second.token_ids == first.token_ids
-    assert second.usage.packet_tokens > first.usage.packet_tokens
+    read = first.usage.prefilled_tokens - second.usage.prefilled_tokens
+    assert (first.usage.preamble_tokens, second.usage.preamble_tokens) == (0, read) and read > 0
+    assert first.usage.packet_tokens == second.usage.packet_tokens == sum(map(soft_engine.count_tokens, CHUNKS))
     assert second.usage.prompt_tokens == first.usage.prompt_tokens
 
 
@@ -69,7 +71,8 @@ def test_the_second_turn_of_a_chat_reuses_preamble_and_packets(soft_engine: KVPa
     turns = [*ask(CHUNKS), Message("assistant", first.text), Message("user", "And when?")]
     second = soft_engine.generate(turns, SHORT)
     assert second.usage.chunks_reused == 4
-    assert second.usage.packet_tokens > sum(map(soft_engine.count_tokens, CHUNKS))
+    assert second.usage.preamble_tokens > 0
+    assert second.packet_ids == first.packet_ids == tuple(soft_engine.encode(CHUNKS))
 
 
 def test_every_order_of_chunks_is_reused_and_a_chunk_may_stand_twice(soft_engine: KVPacketEngine):
@@ -271,6 +274,6 @@ def test_the_beginning_of_sequence_token_stands_once_and_does_not_part_the_pream
     for text in texts:
         first, second = (engine.generate(text, SHORT) for _ in range(2))
         assert first.usage.prompt_tokens == engine.generate(text, SHORT, policy="prefill").usage.prompt_tokens
-        assert second.usage.packet_tokens > first.usage.packet_tokens
+        assert second.usage.preamble_tokens > first.usage.preamble_tokens
     parts, _ = engine._reader.read(texts[0], "packets", None)
     assert parts[0].ids == [0, *engine.token_ids("Read this: ")] and parts[1].packet_id

@@ -173,7 +173,8 @@ def test_encoding_again_replaces_every_packet_and_can_be_interrupted(
     with pytest.raises(KeyboardInterrupt):
         rag._ingester.reencode(stop)
     seen = encoded_texts(rag)
-    assert rag._ingester.reencode(calls.append) == chunks
+    report = rag._ingester.reencode(calls.append)
+    assert report.chunks == chunks and report.packets_encoded == len(seen)
     assert len(seen) <= chunks - chunks // 2 + 1 and calls[-1].tokens_done == calls[-1].tokens_total
     assert packet_files(tmp_path) == {name for _, name in rag.index.rows()} and not old & packet_files(tmp_path)
 

@@ -7,10 +7,12 @@ import subprocess
 import sys
 from importlib.util import find_spec
 from pathlib import Path
+from shutil import copy
 
 import pytest
 
 import kvpacket_rag
+from kvpacket_rag.demo import corpus_folder
 
 ROOT = Path(__file__).resolve().parent.parent
 FRAMEWORKS = ["torch", "transformers", "faiss", "langchain_core", "llama_index", "sentence_transformers", "numpy"]
@@ -60,5 +62,10 @@ def test_the_python_of_the_readme_runs(number: int, tmp_path: Path, monkeypatch:
         pytest.skip("the weight packages are not installed")
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
     assert len(blocks) == 3
+    corpus = tmp_path / "corpus"  # some of the documents: the whole corpus takes a minute to encode
+    corpus.mkdir()
+    for name in ("handbook_first_weeks.md", "handbook_travel.md", "manual_firmware_update.md"):
+        copy(corpus_folder() / name, corpus)
+    monkeypatch.setattr("kvpacket_rag.demo.corpus_folder", lambda: corpus)
     monkeypatch.chdir(tmp_path)
     exec(compile(blocks[number], f"README block {number + 1}", "exec"), {"__name__": "readme"})

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.chat import Message
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.reading import Reuse
 
@@ -43,3 +46,26 @@ def test_no_space_comes_between_pieces(kind: str, make_model: Callable[..., Any]
 def test_tokenizers_that_add_nothing_are_left_alone(backbone: Backbone) -> None:
     assert backbone.token_ids(CHUNK) == backbone.token_ids(CHUNK, starts=True)
     assert backbone.token_ids(CHUNK) == backbone.tokenizer(CHUNK, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    "template",
+    ["{{ bos_token }}", "\n{{ bos_token }}", "  \n ", "Chat:\n"],
+    ids=["first", "behind a line", "none", "text"],
+)
+def test_a_template_that_writes_the_beginning_of_sequence_behind_white_space_has_it_once(
+    template: str, make_model: Callable[..., Any], tokenizer: Any
+) -> None:
+    tokenizer = copy.deepcopy(tokenizer)
+    tokenizer.bos_token = "<|endoftext|>"
+    ends = [(tokenizer.bos_token, tokenizer.bos_token_id)]
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(
+        single=f"{tokenizer.bos_token} $A", special_tokens=ends
+    )
+    tokenizer.chat_template = template + "{% for m in messages %}{{ m.content }}{% endfor %}"
+    engine = KVPacketEngine(Backbone(make_model(), tokenizer, "tiny"), min_match_tokens=4)
+    engine.encode([CHUNK])
+    for prompt in ([Message("user", f"{CHUNK} When?")], f" {tokenizer.bos_token}{CHUNK} When?", f"{CHUNK} When?"):
+        parts, _ = engine._reader.read(prompt, "packets", None, Reuse())
+        ids = [token for part in parts for token in part.ids or ()]
+        assert ids.count(tokenizer.bos_token_id) == 1 and sum(part.packet_id is not None for part in parts) == 1

@@ -195,7 +195,7 @@ def test_encoding_again_that_was_interrupted_has_to_be_finished_first(tmp_path: 
         rag.add(documents())
     with pytest.raises(KeyboardInterrupt):
         KVPacketRAG.open(tmp_path, "other", reencode=True, progress=lambda _: (_ for _ in ()).throw(KeyboardInterrupt))
-    with pytest.raises(PacketMismatchError, match=r"was interrupted; .* to finish it"):
+    with pytest.raises(PacketMismatchError, match=r"was interrupted; to finish, .*--reencode"):
         KVPacketRAG.open(tmp_path)
     with KVPacketRAG.open(tmp_path, reencode=True) as rag:
         assert rag.engine.model_name == "other" and len(packet_files(tmp_path)) == 4

@@ -40,8 +40,8 @@ def test_a_hint_whose_text_the_prompt_changed_is_a_miss(engine: KVPacketEngine) 
 
 def test_a_hint_inside_a_larger_chunk_is_no_miss(engine: KVPacketEngine) -> None:
     (inner, _, _), (outer,) = names(engine), engine.encode([f"{CHUNKS[0]} {CHUNKS[1]}"])
-    usage = engine.generate(ask(f"{CHUNKS[0]} {CHUNKS[1]}"), SHORT, reuse=Reuse(hints=(inner, outer))).usage
-    assert usage.chunks_reused == 1 and not usage.misses
+    answer = engine.generate(ask(f"{CHUNKS[0]} {CHUNKS[1]}"), SHORT, reuse=Reuse(hints=(inner, outer)))
+    assert answer.packet_ids == (outer,) and answer.usage.chunks_reused == 1 and not answer.usage.misses
 
 
 def test_off_reads_the_prompt_in_full(engine: KVPacketEngine) -> None:

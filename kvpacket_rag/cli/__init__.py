@@ -10,20 +10,23 @@ import traceback
 from collections.abc import Sequence
 
 import kvpacket_rag
-from kvpacket_rag.cli import ask, delete, demo, import_adapter, ingest, inspect, train, verify
+from kvpacket_rag.cli import ask, bench, check, delete, demo, estimate, import_adapter, ingest, inspect, train, verify
 from kvpacket_rag.cli import eval as evaluate
 from kvpacket_rag.errors import KVPacketError
 
 _COMMANDS = {
     "demo": demo,
     "ingest": ingest,
+    "estimate": estimate,
     "ask": ask,
     "delete": delete,
     "train": train,
     "verify": verify,
     "inspect": inspect,
+    "check": check,
     "import-adapter": import_adapter,
     "eval": evaluate,
+    "bench": bench,
 }
 _INTERRUPTED = 130  # what shells report of a program ended by Ctrl-C
 _CLOSED_PIPE = 141  # and of one whose reader went away
@@ -51,13 +54,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command.
 
     Returns:
-        0; 1 after an error, 130 when interrupted, 141 when whoever read the output went away. Wrong usage exits with 2.
+        0; 1 after an error, 3 where ``verify`` finds packets unfit or ``check`` something wrong, 130 when interrupted,
+        141 when whoever read the output went away. Wrong usage exits with 2.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")  # a sign the terminal cannot show is no reason to stop
     args = build_parser().parse_args(argv)
     try:
-        args.run(args)
+        code = args.run(args)
         sys.stdout.flush()  # here, so that a closed pipe is noticed here
     except KeyboardInterrupt:
         print("kvpacket: interrupted", file=sys.stderr)
@@ -70,4 +74,4 @@ def main(argv: Sequence[str] | None = None) -> int:
             traceback.print_exc()
         print(f"kvpacket: error: {' '.join(str(error).split())}", file=sys.stderr)
         return 1
-    return 0
+    return int(code or 0)

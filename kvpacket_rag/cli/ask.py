@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Iterator
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.cli.compare import Comparison, warm_up
-from kvpacket_rag.cli.options import add_engine, add_index, open_index, positive, require_index
-from kvpacket_rag.cli.output import count, facts, show, show_json, source_name
+from kvpacket_rag.cli.options import add_embedder, add_engine, add_index, open_index, positive, require_index
+from kvpacket_rag.cli.output import count, facts, show, show_json, source, source_name
 
 if TYPE_CHECKING:
     from kvpacket_rag.answer import Answer
@@ -23,18 +25,46 @@ DESCRIPTION = "Finds the chunks nearest to a question and answers from their pac
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Question, index, and how to answer."""
-    parser.add_argument("question")
+    parser.add_argument("question", metavar="QUESTION", help="in natural language, in quotes")
     add_index(parser)
-    parser.add_argument("-k", type=positive, default=4, help="chunks to answer from (default: %(default)s)")
+    parser.add_argument(
+        "-k", metavar="N", type=positive, default=4, help="answer from the N nearest chunks (default: %(default)s)"
+    )
     parser.add_argument("--stream", action="store_true", help="print the answer as it is written")
-    parser.add_argument("--compare", action="store_true", help="answer the same prompt by full prefill, too")
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument(
+        "--compare", action="store_true", help="answer the same prompt by full prefill, too, and compare times"
+    )
+    parser.add_argument(
+        "--json", action="store_true", help="print answer, sources, counts and times as one JSON object"
+    )
     decoding = parser.add_argument_group("decoding")
-    decoding.add_argument("--max-new-tokens", type=positive, default=128, metavar="N", help="default: %(default)s")
-    decoding.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (default)")
-    decoding.add_argument("--seed", type=int, metavar="N", help="of the draw, where the temperature is not 0")
-    decoding.add_argument("--stop", action="append", default=[], metavar="TEXT", help="end there; may be repeated")
-    add_engine(parser.add_argument_group("model"))
+    decoding.add_argument(
+        "--max-new-tokens",
+        type=positive,
+        default=128,
+        metavar="N",
+        help="end the answer after N tokens (default: %(default)s)",
+    )
+    decoding.add_argument(
+        "--temperature",
+        type=float,
+        default=0.0,
+        metavar="T",
+        help="of sampling; 0, the default, takes the most likely token",
+    )
+    decoding.add_argument(
+        "--seed", type=int, metavar="N", help="makes sampling repeatable; without effect at temperature 0"
+    )
+    decoding.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TEXT",
+        help="end the answer before this text; may be given several times",
+    )
+    model = parser.add_argument_group("model")
+    add_engine(model)
+    add_embedder(model)
 
 
 def run(args: argparse.Namespace) -> None:
@@ -78,16 +108,17 @@ def _answer(rag: KVPacketRAG, hits: tuple[Hit, ...], settings: GenerationSetting
 
 def _as_text(hits: tuple[Hit, ...], answer: Answer, prefill: Answer | None, search_seconds: float) -> str:
     usage, timings = answer.usage, answer.timings
-    lines = [("Source", f"{hit.score:.2f}  {source_name(hit.chunk)}  ({hit.chunk.document_id})") for hit in hits]
+    lines = [("Source", f"{hit.score:.2f}  {source(hit.chunk)}") for hit in hits]
     lines.append(
         (
             "Tokens",
             f"{usage.packet_tokens:,} reused ({count(usage.chunks_reused, 'chunk')}), "
-            f"{usage.prefilled_tokens:,} prefilled, {usage.completion_tokens:,} written"
+            + (f"{usage.preamble_tokens:,} of the preamble kept, " if usage.preamble_tokens else "")
+            + f"{usage.prefilled_tokens:,} prefilled, {usage.completion_tokens:,} written"
             + (", cut at the limit" if answer.finish_reason == "length" else ""),
         )
     )
-    lines += [("Read again", f"{miss.reason}") for miss in usage.misses]
+    lines += [("Read as text", text) for text in _not_reused(hits, answer)]
     lines.append(
         (
             "Time",
@@ -108,6 +139,15 @@ def _as_text(hits: tuple[Hit, ...], answer: Answer, prefill: Answer | None, sear
             ),
         ]
     return "\n" + facts(lines)
+
+
+def _not_reused(hits: tuple[Hit, ...], answer: Answer) -> Iterator[str]:
+    """The chunks of the prompt that did not come from packets, each with the reason."""
+    reasons = {miss.packet_id: miss.reason for miss in answer.usage.misses}
+    for hit in hits:
+        if hit.packet_id not in answer.packet_ids:
+            short = f"it has fewer than {MIN_MATCH_TOKENS} tokens or lies within a longer chunk"
+            yield f"{source_name(hit.chunk)}: {reasons.get(hit.packet_id, short)}"
 
 
 def _as_json(

@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING
 
 from kvpacket_rag.cli.compare import Comparison, warm_up
 from kvpacket_rag.cli.ingest import contents, encoded
-from kvpacket_rag.cli.machine import describe
 from kvpacket_rag.cli.options import add_engine, open_index, positive
 from kvpacket_rag.cli.output import Bar, count, facts, say, show, source_name, table
 from kvpacket_rag.errors import StoreError
@@ -49,13 +48,17 @@ class _Asked:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Where, and how much."""
     parser.add_argument("--index", metavar="DIR", type=Path, help="folder of the index (default: in the user's cache)")
-    parser.add_argument("-k", type=positive, default=4, help="chunks to answer from (default: %(default)s)")
+    parser.add_argument(
+        "-k", metavar="N", type=positive, default=4, help="answer from the N nearest chunks (default: %(default)s)"
+    )
     parser.add_argument("--limit", type=positive, metavar="N", help="ask only the first N questions")
     add_engine(parser.add_argument_group("model"))
 
 
 def run(args: argparse.Namespace) -> None:
     """Build, ask, measure."""
+    from kvpacket_rag.bench.clock import describe
+
     folder = args.index or _default_folder()
     args.adapter = args.adapter or "auto"
     with Bar() as bar, open_index(args, folder, bar, reencode=True) as rag:
@@ -70,7 +73,7 @@ def run(args: argparse.Namespace) -> None:
             facts(
                 [
                     ("Model", rag.engine.model_name),
-                    ("Machine", describe(rag.engine)),
+                    ("Machine", describe(rag.engine.backbone.dtype, rag.engine.backbone.device)),
                     ("Index", f"{folder}: {contents(rag)}"),
                     ("Encoded", encoded(report)),
                 ]
@@ -143,8 +146,8 @@ def _block(number: int, asked: _Asked) -> str:
         ("Sources", sources),
         (
             "Tokens",
-            f"{usage.packet_tokens:,} reused from {count(usage.chunks_reused, 'packet')} and the preamble, "
-            f"{usage.prefilled_tokens:,} prefilled",
+            f"{usage.packet_tokens:,} reused from {count(usage.chunks_reused, 'packet')}, "
+            f"{usage.preamble_tokens:,} of the preamble kept, {usage.prefilled_tokens:,} prefilled",
         ),
         (
             "First token",

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from kvpacket_rag.cli.machine import describe
 from kvpacket_rag.cli.options import add_hardware, positive
-from kvpacket_rag.cli.output import count, duration, facts, say, show, table
+from kvpacket_rag.cli.output import ProgressLine, count, facts, say, show, table
 from kvpacket_rag.errors import (
     AdapterError,
     ContextTooLongError,
@@ -27,7 +24,7 @@ if TYPE_CHECKING:
     from kvpacket_rag.evaluation.questions import PromptSettings
     from kvpacket_rag.evaluation.records import Record
     from kvpacket_rag.evaluation.results import Row
-    from kvpacket_rag.evaluation.run import RunProgress, Variant
+    from kvpacket_rag.evaluation.run import Variant
 
 SUMMARY = "measure packets beside full prefill and other methods"
 DESCRIPTION = (
@@ -36,7 +33,6 @@ DESCRIPTION = (
 )
 _DEFAULT_MODEL = "smollm2-135m-instruct"
 _DEFAULT_METHODS = ("full", "packet", "plain", "none")
-_LINE_SECONDS = 10.0  # between two lines of progress where none can be written over
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,20 +42,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="FILE_OR_NAME",
         nargs="+",
         required=True,
-        help=".jsonl files, folders with dev.jsonl, or names: niah, niah:FOLDER, biography, hotpotqa, …",
+        help=".jsonl files, folders with dev.jsonl, or names: niah and biography are generated, niah:FOLDER hides "
+        "needles in texts of yours, hotpotqa, musique and others come from the hub",
     )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of records, tables and pictures")
     parser.add_argument(
         "--methods",
         metavar="LIST",
         type=_names,
-        help="of full, prefix, packet, plain, none, legolink-0, epic-N, random-R, cacheblend-R, a3-R, sam-kv, "
-        f"sam-kv-large, separated by commas (default: {','.join(_DEFAULT_METHODS)})",
+        help="any of full, prefix, packet, plain, none, legolink-0, epic-N, random-R, cacheblend-R, a3-R, sam-kv, "
+        "sam-kv-large, and packet@SIZE, plain@SIZE, single@SIZE with a press, a way to quantise or both, such as "
+        f"packet@compactor-0.3+k8v4; separated by commas (default: {','.join(_DEFAULT_METHODS)})",
     )
     parser.add_argument("--limit", metavar="N", type=positive, help="the first N questions of each data set")
     parser.add_argument("--split", choices=("train", "dev"), default="dev", help="default: %(default)s")
     parser.add_argument(
-        "--seed", metavar="S", type=int, nargs="+", default=[0], help="of chunks, order and intervals; several repeat"
+        "--seed",
+        metavar="S",
+        type=int,
+        nargs="+",
+        default=[0],
+        help="of chunks, order and intervals (default: 0); several ask again",
     )
     _add_prompts(parser.add_argument_group("prompts"))
     _add_model(parser.add_argument_group("model"))
@@ -67,12 +70,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_prompts(prompt: argparse._ArgumentGroup) -> None:
     prompt.add_argument(
-        "--max-chunks", type=positive, default=10, metavar="N", help="of a prompt (default: %(default)s)"
+        "--max-chunks", type=positive, default=10, metavar="N", help="most chunks of a prompt (default: %(default)s)"
     )
-    prompt.add_argument("--chunk-tokens", type=positive, default=256, metavar="N", help="most (default: %(default)s)")
-    prompt.add_argument("--max-new-tokens", type=positive, default=32, metavar="N", help="default: %(default)s")
     prompt.add_argument(
-        "--style", default="pipeline", metavar="NAME", help="layout of the prompt (default: %(default)s)"
+        "--chunk-tokens", type=positive, default=256, metavar="N", help="cut chunks to N tokens (default: %(default)s)"
+    )
+    prompt.add_argument(
+        "--max-new-tokens", type=positive, default=32, metavar="N", help="of an answer, at most (default: %(default)s)"
+    )
+    prompt.add_argument(
+        "--style",
+        default="pipeline",
+        metavar="NAME",
+        help="layout of the prompt; a wrong name lists all (default: %(default)s)",
     )
     prompt.add_argument(
         "--gold-positions",
@@ -80,13 +90,17 @@ def _add_prompts(prompt: argparse._ArgumentGroup) -> None:
         type=_place,
         nargs="+",
         default=[],
-        help="put the first supporting chunk there, from 0, one prompt each (default: anywhere)",
+        help="put the first supporting chunk at place P, counted from 0; one prompt for each P (default: anywhere)",
     )
 
 
 def _add_model(model: argparse._ArgumentGroup) -> None:
-    model.add_argument("--model", metavar="NAME", default=_DEFAULT_MODEL, help="default: %(default)s")
-    model.add_argument("--adapter", metavar="FILE", default="auto", help="'auto' (default), 'none', or a file")
+    model.add_argument(
+        "--model", metavar="NAME", default=_DEFAULT_MODEL, help="short name, folder or hub name (default: %(default)s)"
+    )
+    model.add_argument(
+        "--adapter", metavar="FILE", default="auto", help="its file, 'none', or 'auto' for the one that ships (default)"
+    )
     model.add_argument(
         "--adapters",
         metavar="NAME=FILE",
@@ -111,7 +125,7 @@ def run(args: argparse.Namespace) -> None:
     evaluation = Evaluation(engine.backbone, _variants(args, engine), RecordFile(args.out / "records.jsonl"))
     records: list[Record] = []
     skipped: dict[str, str] = {}
-    line = _Line()
+    line = ProgressLine()
     for setting in settings:
         for data, samples in sets[setting.seed].items():
             found = evaluation.run(data, samples, setting, line)
@@ -205,10 +219,12 @@ def _variants(args: argparse.Namespace, engine: KVPacketEngine) -> list[Variant]
 
 def _about(args: argparse.Namespace, engine: KVPacketEngine, skipped: Mapping[str, str]) -> dict[str, str]:
     """What was measured, for the head of the tables."""
+    from kvpacket_rag.bench.clock import describe
+
     places = ", ".join(map(str, args.gold_positions)) or "random"
     about = {
         "Model": engine.model_name,
-        "Machine": describe(engine),
+        "Machine": describe(engine.backbone.dtype, engine.backbone.device),
         "Adapter": _told(engine.encoder.adapter),
         "Data": f"{', '.join(args.data)}, {args.split} split, {f'first {args.limit}' if args.limit else 'all'}",
         "Prompts": f"layout {args.style!r}, at most {args.max_chunks} chunks of {args.chunk_tokens} tokens, answers of "
@@ -229,7 +245,8 @@ def _summary(rows: Sequence[Row]) -> str:
     lines = [
         [row["data"], row["method"], str(row["n"]), *(_figure(row, *figure) for figure in figures)] for row in rows
     ]
-    return table(header, lines)
+    no_gap = any(row["recovered_gap"] is None for row in rows)
+    return table(header, lines) + ("\n–: a gap can only be told where 'plain' was measured, too" if no_gap else "")
 
 
 def _figure(row: Row, name: str, digits: int, scale: int) -> str:
@@ -268,27 +285,3 @@ def _draw_attention(
     except (MissingExtraError, UnsupportedModelError, ContextTooLongError, StopIteration):
         return []
     return [path]
-
-
-class _Line:
-    """Progress of measuring: one line written over on a terminal, else a line every few seconds."""
-
-    def __init__(self) -> None:
-        self._next_line = 0.0
-
-    def __call__(self, progress: RunProgress) -> None:
-        """Show how far it is."""
-        left = progress.seconds_left
-        text = f"{progress.data}: {progress.done} of {count(progress.total, 'question')}"
-        if left is not None:
-            text += f", {progress.seconds / progress.measured:.1f} s each, {duration(left)} left"
-        if sys.stderr.isatty():
-            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
-        elif time.monotonic() > self._next_line or progress.done == progress.total:
-            self._next_line = time.monotonic() + _LINE_SECONDS
-            say(text)
-
-    def end(self) -> None:
-        """Leave the line."""
-        if sys.stderr.isatty():
-            print(file=sys.stderr)

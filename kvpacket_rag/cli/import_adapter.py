@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from kvpacket_rag.cli.output import facts, show
@@ -27,12 +26,6 @@ def run(args: argparse.Namespace) -> None:
     from kvpacket_rag.adapter import import_paper_adapter
 
     adapter = import_paper_adapter(args.source)
-    temporary = args.target.with_name(f".{os.getpid()}.{args.target.name}")
-    try:
-        temporary.touch()  # reports a folder that cannot be written better than the writer of the format does
-        adapter.save(temporary)
-        os.replace(temporary, args.target)
-    finally:
-        temporary.unlink(missing_ok=True)
+    adapter.save(args.target)
     lengths = f"{adapter.header.shape[0]} header and {adapter.trailer.shape[0]} trailer tokens"
     show(facts([("Adapter", f"{lengths}, hidden size {adapter.hidden_size}"), ("Written", str(args.target))]))

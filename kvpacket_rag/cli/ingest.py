@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
-from kvpacket_rag.cli.options import add_engine, add_index, open_index, positive
+from kvpacket_rag.cli.options import add_embedder, add_engine, add_index, add_reduction, open_index, positive
 from kvpacket_rag.cli.output import Bar, count, counted, duration, facts, say, show, size
 from kvpacket_rag.errors import DocumentError, KVPacketError
 
@@ -36,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--delete-missing", action="store_true", help="delete documents below PATH whose file is gone")
     model = parser.add_argument_group("model")
     add_engine(model)
+    add_embedder(model)
+    add_reduction(model)
     model.add_argument(
-        "--embedder", metavar="NAME", help="embedding model (default: that of the index, or all-MiniLM-L6-v2)"
-    )
-    model.add_argument(
-        "--reencode", action="store_true", help="make all packets anew if model, adapter or dtype changed"
+        "--reencode",
+        action="store_true",
+        help="make all packets of the index anew where they are not of the model, adapter and dtype asked for",
     )
 
 
@@ -63,7 +64,7 @@ def run(args: argparse.Namespace) -> None:
             skips(Path(document_id), reason)
         skips.tell_kept(set(rag.index.documents()))
         _tell_missing(rag, args)
-        show(_summary(report, len(skips.paths), rag))
+        show(_summary(report, len(skips.paths), rag, args))
 
 
 def _read(args: argparse.Namespace, skips: _Skips) -> Iterable[Document]:
@@ -86,12 +87,7 @@ def _read(args: argparse.Namespace, skips: _Skips) -> Iterable[Document]:
 def _options(args: argparse.Namespace) -> dict[str, Any]:
     if args.chunk_tokens is not None and args.chunk_tokens < MIN_MATCH_TOKENS:
         say(f"chunks under {MIN_MATCH_TOKENS} tokens are read as text in every prompt, so their packets are not used")
-    options: dict[str, Any] = {"chunk_tokens": args.chunk_tokens, "reencode": args.reencode}
-    if args.embedder:
-        from kvpacket_rag.embed import SentenceTransformerEmbedder
-
-        options["embedder"] = SentenceTransformerEmbedder(args.embedder)
-    return options
+    return {"chunk_tokens": args.chunk_tokens, "reencode": args.reencode}
 
 
 class _Skips:
@@ -113,18 +109,18 @@ class _Skips:
                 say(f"kept {path} as it was read before; 'kvpacket delete {document_id}' removes it")
 
 
-def _summary(report: IngestReport, skipped: int, rag: KVPacketRAG) -> str:
-    documents = (
-        f"{report.added:,} added, {report.updated:,} updated, {report.unchanged:,} unchanged, {skipped:,} skipped"
-    )
-    return facts(
-        [
-            ("Documents", documents),
-            ("Chunks", f"{report.chunks:,} of at most {rag.chunk_tokens} tokens"),
-            ("Encoded", encoded(report)),
-            ("Index", contents(rag)),
-        ]
-    )
+def _summary(report: IngestReport, skipped: int, rag: KVPacketRAG, args: argparse.Namespace) -> str:
+    lines = []
+    if args.reencode:
+        again = rag.reencoded
+        lines.append(("Encoded again", encoded(again) if again else "nothing: all packets are of these already"))
+    if args.paths:
+        told = (
+            f"{report.added:,} added, {report.updated:,} updated, {report.unchanged:,} unchanged, {skipped:,} skipped"
+        )
+        chunks = f"{report.chunks:,} of at most {rag.chunk_tokens} tokens"
+        lines += [("Documents", told), ("Chunks", chunks), ("Encoded", encoded(report))]
+    return facts([*lines, ("Index", contents(rag))])
 
 
 def encoded(report: IngestReport) -> str:

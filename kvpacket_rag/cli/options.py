@@ -7,13 +7,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpacket_rag.cli.output import say
-from kvpacket_rag.errors import StoreError
+from kvpacket_rag.errors import PacketError, StoreError
 
 if TYPE_CHECKING:
     from kvpacket_rag.pipeline import KVPacketRAG
     from kvpacket_rag.progress import OnProgress
 
 INDEX_FILE = "index.sqlite"
+_ENGINE_OPTIONS = ("model", "adapter", "embedder", "device", "dtype", "compress", "quantize")
+ADAPTER_FILE = "adapter.safetensors"  # of an index, and of a training run
+RUN_LOG = "log.jsonl"  # of a training run
 
 
 def positive(text: str) -> int:
@@ -35,11 +38,48 @@ def add_engine(parser: argparse._ActionsContainer) -> None:
     parser.add_argument(
         "--adapter",
         metavar="FILE",
-        help="a trained adapter, 'auto' for the one that ships for the model, or 'none' (default: that of the index, "
-        "'auto' for a new one)",
+        help="file of a trained adapter, 'auto' or 'none'. 'auto', the default, is the adapter an index was made with; "
+        "for a new index, and with --reencode, the one that ships for the model",
     )
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda or mps (default: the best there is)")
     parser.add_argument("--dtype", metavar="NAME", help="float32, bfloat16 or float16 (default: that of the index)")
+
+
+def add_reduction(parser: argparse._ActionsContainer) -> None:
+    """``--compress`` and ``--quantize``, of commands that make packets."""
+    parser.add_argument(
+        "--compress",
+        metavar="PRESS:RATIO",
+        type=press_and_ratio,
+        help="leave this share of every packet's tokens out, such as compactor:0.3; needs kvpress but for random, "
+        "keydiff and mixkv (default: that of the index, 'none' for a new one)",
+    )
+    parser.add_argument(
+        "--quantize",
+        choices=("none", "int8", "k8v4", "int4"),
+        help="store packets in fewer bits: about 0.53, 0.40 or 0.31 of 16-bit ones (default: that of the index, 'none' "
+        "for a new one)",
+    )
+
+
+def press_and_ratio(text: str) -> str:
+    """An argument that says how to compress, or ``"none"``."""
+    from kvpacket_rag.compress.compression import Compression
+
+    try:
+        return text if text == "none" else str(Compression.parse(text))
+    except PacketError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
+
+
+def add_embedder(parser: argparse._ActionsContainer) -> None:
+    """``--embedder``, of commands that search or fill an index."""
+    parser.add_argument(
+        "--embedder",
+        metavar="NAME",
+        help="embedding model; needed where another framework filled the index (default: that of the index, "
+        "all-MiniLM-L6-v2 for a new one)",
+    )
 
 
 def add_hardware(parser: argparse._ActionsContainer) -> None:
@@ -54,7 +94,7 @@ def add_hardware(parser: argparse._ActionsContainer) -> None:
 
 def engine_options(args: argparse.Namespace) -> dict[str, Any]:
     """What was asked for, as :meth:`KVPacketRAG.open` takes it; the rest is left to the index."""
-    given = {name: getattr(args, name, None) for name in ("model", "adapter", "device", "dtype")}
+    given = {name: getattr(args, name, None) for name in _ENGINE_OPTIONS}
     options = {name: value for name, value in given.items() if value is not None}
     if options.get("adapter") == "none":
         options["adapter"] = None
@@ -68,6 +108,8 @@ def require_index(folder: Path) -> None:
         StoreError: there is none.
     """
     if not (folder / INDEX_FILE).is_file():
+        if (folder / RUN_LOG).is_file():
+            raise StoreError(f"{folder} is the folder of a training run, not of an index; name an index")
         raise StoreError(f"{folder} holds no index; make one with 'kvpacket ingest PATH --index {folder}'")
 
 

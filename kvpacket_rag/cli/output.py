@@ -12,9 +12,11 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 
 if TYPE_CHECKING:
     from kvpacket_rag.chunk import Chunk
+    from kvpacket_rag.evaluation.run import RunProgress
     from kvpacket_rag.progress import IngestProgress
 
 _LINE_SECONDS = 5.0  # between two lines of progress where no bar can be drawn
+_EVAL_SECONDS = 10.0  # the same of measuring
 T = TypeVar("T")
 
 
@@ -72,6 +74,12 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     return "\n".join([lines[0], "  ".join("-" * width for width in widths), *lines[1:]])
 
 
+def source(chunk: Chunk) -> str:
+    """A chunk's document by title and id; by the id alone where it has no title."""
+    name, document_id = source_name(chunk), chunk.document_id
+    return name if name.startswith(document_id) else f"{name}  ({document_id})"
+
+
 def source_name(chunk: Chunk) -> str:
     """How a person would call the document of a chunk."""
     title = str(chunk.metadata.get("title") or chunk.document_id)
@@ -118,6 +126,30 @@ class Bar:
     ) -> None:
         if self._bar is not None:
             self._bar.close()
+
+
+class ProgressLine:
+    """Progress of measuring: one line written over on a terminal, else a line every few seconds."""
+
+    def __init__(self) -> None:
+        self._next_line = 0.0
+
+    def __call__(self, progress: RunProgress) -> None:
+        """Show how far it is."""
+        left = progress.seconds_left
+        text = f"{progress.data}: {progress.done} of {count(progress.total, 'question')}"
+        if left is not None:
+            text += f", {progress.seconds / progress.measured:.1f} s each, {duration(left)} left"
+        if sys.stderr.isatty():
+            print(f"\r{text:<79}", end="", file=sys.stderr, flush=True)
+        elif time.monotonic() > self._next_line or progress.done == progress.total:
+            self._next_line = time.monotonic() + _EVAL_SECONDS
+            say(text)
+
+    def end(self) -> None:
+        """Leave the line."""
+        if sys.stderr.isatty():
+            print(file=sys.stderr)
 
 
 def counted(items: Iterable[T], noun: str) -> Iterator[T]:

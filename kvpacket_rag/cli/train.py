@@ -12,11 +12,13 @@ from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvpacket_rag.cli.options import add_hardware
+from kvpacket_rag.cli.options import add_hardware, positive
 from kvpacket_rag.cli.output import duration, facts, say, show
 from kvpacket_rag.errors import MissingExtraError, TrainingError
 
 if TYPE_CHECKING:
+    from kvpacket_rag.adapter import Adapter
+    from kvpacket_rag.backbone import Backbone
     from kvpacket_rag.training.mixture import Mixture
     from kvpacket_rag.training.recipe import Recipe
     from kvpacket_rag.training.trainer import Report, Trainer
@@ -32,27 +34,53 @@ _LINE_STEPS = 5  # between two lines of progress where no bar can be drawn
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Model, data, recipe."""
-    parser.add_argument("--model", metavar="NAME", default="smollm2-135m-instruct", help="default: %(default)s")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        default="smollm2-135m-instruct",
+        help="short name, folder or hub name (default: %(default)s)",
+    )
     parser.add_argument("--out", metavar="DIR", type=Path, required=True, help="folder of state, log and adapter")
     parser.add_argument(
         "--data",
         metavar="NAME[=WEIGHT]",
         nargs="+",
         default=["niah", "biography"],
-        help="'niah', 'niah:FOLDER', 'biography', a .jsonl file, a folder with train.jsonl, or a data set of the hub "
-        "(default: the two generators)",
+        help="'niah' and 'biography' are generated (default: both), 'niah:FOLDER' hides needles in texts of yours; or "
+        "a .jsonl file, a folder with train.jsonl, or a data set of the hub. Weights are relative",
     )
-    parser.add_argument("--teacher", metavar="DIR", type=Path, help="folder of the teacher's answers (default: in DIR)")
     parser.add_argument(
-        "--samples", metavar="N", type=int, default=600, help="samples made by a generator (%(default)s)"
+        "--teacher",
+        metavar="DIR",
+        type=Path,
+        help="folder of the teacher's answers, which runs may share (default: in the folder of --out)",
     )
-    parser.add_argument("--validation", metavar="N", type=int, default=32, help="held-out rows (default: %(default)s)")
-    parser.add_argument("--pool", metavar="N", type=int, default=0, help="different rows, 0 for no limit (default)")
-    parser.add_argument("--warm-start", metavar="FILE", type=Path, help="go on from this adapter, in a new run")
     parser.add_argument(
-        "--set", metavar="NAME=VALUE", action="append", default=[], help="a setting of the recipe or of the rows' shape"
+        "--samples", metavar="N", type=positive, default=600, help="samples of each generator (default: %(default)s)"
     )
-    parser.add_argument("--settings", action="store_true", help="list what --set takes, with the values now, and stop")
+    parser.add_argument(
+        "--validation", metavar="N", type=positive, default=32, help="rows to validate on (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--pool",
+        metavar="N",
+        type=int,
+        default=0,
+        help="train on N different rows, over and over; 0, the default, never repeats one",
+    )
+    parser.add_argument(
+        "--warm-start",
+        metavar="FILE",
+        help="go on from this adapter in a new run; 'auto' is the one that ships for the model",
+    )
+    parser.add_argument(
+        "--set",
+        metavar="NAME=VALUE",
+        action="append",
+        default=[],
+        help="a setting from the list that --settings prints",
+    )
+    parser.add_argument("--settings", action="store_true", help="list what --set takes, with its values, and stop")
     add_hardware(parser)
 
 
@@ -104,8 +132,27 @@ def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
     rows, held_out = _mixtures(args, encoder, shape, recipe.seed)
     validation = [held_out.row(number) for number in range(args.validation)]
     teacher = default_teacher(backbone, recipe, args.teacher or args.out / "teacher")
-    trained = Adapter.load(args.warm_start) if args.warm_start else None
+    trained = _warm_start(args.warm_start, backbone) if args.warm_start else None
     return Trainer(backbone, rows.row, validation, recipe, args.out, rows.describe(), teacher, warm_start=trained)
+
+
+def _warm_start(given: str, backbone: Backbone) -> Adapter:
+    """The adapter to go on from.
+
+    Raises:
+        TrainingError: that which ships is wanted, and there is none.
+    """
+    from kvpacket_rag.adapter import Adapter
+    from kvpacket_rag.shipped import find_adapter
+
+    if given != "auto":
+        return Adapter.load(given)
+    found = find_adapter(backbone)
+    if found is None:
+        raise TrainingError(
+            f"no adapter ships for {backbone.name} to go on from; name a file, or leave --warm-start out"
+        )
+    return found
 
 
 def _mixtures(args: argparse.Namespace, encoder: Any, shape: Any, seed: int) -> tuple[Mixture, Mixture]:

@@ -6,17 +6,21 @@ import argparse
 import json
 from typing import TYPE_CHECKING
 
+from kvpacket_rag.cli.adapter_facts import origin_of
 from kvpacket_rag.cli.options import add_hardware
 from kvpacket_rag.cli.output import facts, say, show, show_json, table
+from kvpacket_rag.verdict import RULE, Verdict
 
 if TYPE_CHECKING:
     from kvpacket_rag.adapter import Adapter
-    from kvpacket_rag.verify import Verdict
 
+NOT_FIT = 3  # exit code; 1 and 2 are errors
 SUMMARY = "prove that packets are fit for a model"
 DESCRIPTION = (
     "Proves on a model's real weights that keys can be moved and packets laid side by side, and measures on a small "
-    "built-in probe set how far answers from packets are from full prefill, beside plain concatenation."
+    "built-in probe set how far answers from packets are from full prefill, beside plain concatenation. "
+    f"{RULE[0].upper()}{RULE[1:]}. Exits with 0 if they are fit and with {NOT_FIT} if they are not; a model that "
+    "breaks a law is refused with an error and 1."
 )
 
 
@@ -24,14 +28,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which model."""
     parser.add_argument("model", metavar="MODEL", help="short name, folder or hub name")
     parser.add_argument(
-        "--adapter", metavar="FILE", default="auto", help="adapter, 'none', or 'auto' for the one that ships (default)"
+        "--adapter", metavar="FILE", default="auto", help="its file, 'none', or 'auto' for the one that ships (default)"
     )
     add_hardware(parser)
-    parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--json", action="store_true", help="print all figures and the thresholds as one JSON object")
 
 
-def run(args: argparse.Namespace) -> None:
-    """Load, measure, judge."""
+def run(args: argparse.Namespace) -> int:
+    """Load, measure, judge; the exit code says whether packets are fit."""
     say("loading the model and proving the laws")
     from kvpacket_rag.engine import KVPacketEngine
     from kvpacket_rag.verify import verify
@@ -42,9 +46,11 @@ def run(args: argparse.Namespace) -> None:
     say("measuring the probe set")
     verdict = verify(engine.backbone, adapter)
     if args.json:
-        show_json({"model": args.model, "adapter": adapter.digest, "about": adapter.metadata, **verdict.to_dict()})
-        return
-    show(_report(args.model, adapter, verdict))
+        origin = origin_of(adapter.metadata)
+        show_json({"model": args.model, "adapter": adapter.digest, "about": origin, **verdict.to_dict()})
+    else:
+        show(_report(args.model, adapter, verdict))
+    return 0 if verdict.is_fit else NOT_FIT
 
 
 def _report(model: str, adapter: Adapter, verdict: Verdict) -> str:
@@ -63,7 +69,8 @@ def _report(model: str, adapter: Adapter, verdict: Verdict) -> str:
         about.append(("Its validation", f"KL in nats a token: {by_domain}{beside}"))
     heading = f"Probe set, {verdict.tokens} answer tokens"
     body = table([heading, "KL, nats a token", "agreement"], rows)
-    return f"{facts(about)}\n\n{body}\n\nRecovered gap {verdict.recovered_gap:.2f}\nVerdict: {verdict.sentence}"
+    end = f"Recovered gap {verdict.recovered_gap:.2f}\nVerdict: {verdict.sentence}\n({RULE})"
+    return f"{facts(about)}\n\n{body}\n\n{end}"
 
 
 def _origin(adapter: Adapter) -> str:

@@ -1,0 +1,224 @@
+"""Packets of retrieved chunks, made when a prompt first holds them: for frameworks that tell what was retrieved.
+
+Such a chunk stands in prompts word for word, or should. One that has no packet gets it then, and one that a prompt
+holds in another form is a miss that the user is told of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+
+from kvpacket_rag.answer import Answer, Miss
+from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.errors import KVPacketError, PacketNotFoundError
+from kvpacket_rag.packet_writer import PacketWriter
+from kvpacket_rag.reading import Reuse
+from kvpacket_rag.store import MemoryStore, PacketStore
+
+logger = logging.getLogger(__name__)
+
+_KEPT_BYTES = 2 * 2**30  # of packets in memory
+_PASSING = "retrieved"  # an owner for a moment
+_EDGE = 64  # characters at a chunk's start or end by which a part of it is recognised
+
+ENCODED_NOW = "it was retrieved and had no packet, so it was encoded for this prompt; the next one reuses it"
+_GONE = "it was retrieved and encoded, and had to make room for others at once; give the store a larger max_bytes"
+
+
+@dataclass(frozen=True, slots=True)
+class Advice:
+    """What a framework's users are told of a retrieved chunk that is not reused.
+
+    Attributes:
+        not_encoded: it has no packet, and none is made now.
+        cut: the prompt holds a part of it alone.
+        rewritten: how a chunk looks where the framework rewrites its characters, and what to say then.
+    """
+
+    not_encoded: str
+    cut: str
+    rewritten: tuple[tuple[Callable[[str], str], str], ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was done for a prompt before the engine read it.
+
+    Attributes:
+        held: packet ids of the retrieved chunks that it holds as they are and that have packets.
+        encoded: packet id to tokens of those that were encoded for it.
+        misses: retrieved chunks that the engine cannot find in it.
+        seconds: it took.
+    """
+
+    held: tuple[str, ...] = ()
+    encoded: Mapping[str, int] = field(default_factory=dict)
+    misses: tuple[Miss, ...] = ()
+    seconds: float = 0.0
+
+    def expected(self, reuse: Reuse) -> Reuse:
+        """The same reuse, which now knows what was retrieved.
+
+        Raises:
+            PacketMissError: a retrieved chunk is missed, and that is to be an error.
+        """
+        reuse.act_on([*self._unhinted(reuse), *(Miss(name, ENCODED_NOW) for name in self.encoded)])
+        own = reuse.match == "hints" and reuse.hints  # then no others are looked for
+        more = [name for name in self.held if not own or name in self.encoded]
+        return dataclasses.replace(reuse, hints=(*reuse.hints, *more))
+
+    def counted(self, answer: Answer) -> Answer:
+        """The answer, with chunks that were encoded just for it as misses and the time that took as its own."""
+        told = {miss.packet_id for miss in answer.usage.misses}
+        # one that lies within a longer chunk was not needed after all
+        encoded = {name: self.encoded[name] for name in self.encoded if name not in told and name in answer.packet_ids}
+        more = [*self.misses, *(Miss(name, ENCODED_NOW) for name in encoded)]
+        usage, times = answer.usage, answer.timings
+        usage = dataclasses.replace(
+            usage,
+            packet_tokens=usage.packet_tokens - sum(encoded.values()),
+            prefilled_tokens=usage.prefilled_tokens + sum(encoded.values()),
+            chunks_reused=usage.chunks_reused - len(encoded),
+            misses=(*usage.misses, *(miss for miss in more if miss.packet_id not in told)),
+        )
+        times = dataclasses.replace(
+            times,
+            load_seconds=times.load_seconds + self.seconds,
+            ttft_seconds=times.ttft_seconds + self.seconds,
+            total_seconds=times.total_seconds + self.seconds,
+        )
+        return dataclasses.replace(answer, usage=usage, timings=times)
+
+    def _unhinted(self, reuse: Reuse) -> list[Miss]:
+        """The engine tells of hinted chunks itself."""
+        return [miss for miss in self.misses if miss.packet_id not in reuse.hints]
+
+
+class ChunkLearner:
+    """Sees to it that retrieved chunks have packets when a prompt holds them.
+
+    Packets made here have no owner, so only a store in memory gets any: in a folder they would outlive their documents.
+    The oldest of them go when the store takes more than 2 GiB.
+
+    Args:
+        encoder: makes them.
+        store: keeps them.
+        advice: what a miss is told by.
+        min_tokens: shorter chunks are not looked for in prompts, so they get no packets.
+    """
+
+    def __init__(self, encoder: PacketEncoder, store: PacketStore, advice: Advice, min_tokens: int) -> None:
+        self._encoder = encoder
+        self._store = store
+        self._writer = PacketWriter(encoder, store)
+        self._may_encode = isinstance(store, MemoryStore)
+        self._advice = advice
+        self._min_tokens = min_tokens
+        self._learned: OrderedDict[str, None] = OrderedDict()  # least recently needed first
+        self._lock = threading.Lock()
+
+    def prepare(self, prompt: str, found: Iterable[str], others: Iterable[str] = (), *, encode: bool) -> Prepared:
+        """Look for retrieved chunks in a prompt.
+
+        Args:
+            prompt: all its texts.
+            found: chunks that were retrieved for it; one that it holds in another form is a miss.
+            others: chunks that were retrieved lately; only those count that it holds as they are.
+            encode: make packets of those that have none.
+        """
+        started = time.perf_counter()
+        own = {text.strip() for text in found} - {""}
+        chunks = sorted((own | {text.strip() for text in others}) - {""}, key=len, reverse=True)
+        whole, rest = _whole(chunks, prompt)
+        misses = self._lost([chunk for chunk in chunks if chunk in own and chunk not in whole], prompt, rest)
+        held = {name: (text, tokens) for text in whole for name, tokens in self._name(text)}
+        self._touch(held)
+        missing = {name: chunk for name, chunk in held.items() if name not in self._store}
+        present = held.keys() - missing.keys()
+        missing = {name: chunk for name, chunk in missing.items() if self._is_apart(chunk[0], prompt)}
+        with self._store.hold(held):  # what it needs does not make room for what else it needs
+            reason = self._encode({name: text for name, (text, _) in missing.items()}, encode)
+        encoded = {name: tokens for name, (_, tokens) in missing.items() if name in self._store}
+        misses += [Miss(name, reason or _GONE) for name in missing if name not in encoded]
+        ready = tuple(name for name in held if name in present or name in encoded)
+        return Prepared(ready, encoded, tuple(misses), time.perf_counter() - started)
+
+    def _lost(self, chunks: Iterable[str], prompt: str, rest: str) -> list[Miss]:
+        """Those of the chunks that the prompt holds in another form."""
+        reasons = [(chunk, self._why_lost(chunk, prompt, rest)) for chunk in chunks]
+        return [Miss(name, reason) for chunk, reason in reasons if reason for name, _ in self._name(chunk)]
+
+    def _why_lost(self, chunk: str, prompt: str, rest: str) -> str:
+        for rewrite, advice in self._advice.rewritten:
+            if rewrite(chunk[:_EDGE]) not in prompt:  # at most calls, and at a tenth of the cost
+                continue
+            written = rewrite(chunk)
+            if written != chunk and written in prompt:
+                return advice
+        is_cut = len(chunk) >= 2 * _EDGE and (chunk[:_EDGE] in rest or chunk[-_EDGE:] in rest)
+        return self._advice.cut if is_cut else ""
+
+    def _name(self, text: str) -> list[tuple[str, int]]:
+        """Packet id and tokens of a chunk; nothing for one that can have no packet or is not looked for."""
+        try:
+            name, ids = self._encoder.identify(text)
+        except KVPacketError:
+            return []
+        return [(name, len(ids))] if len(ids) >= self._min_tokens else []
+
+    def _is_apart(self, text: str, prompt: str) -> bool:
+        """Whether the prompt holds a chunk by itself, not only as part of longer ones that have packets."""
+        for known in self._store.known(self._encoder.signature):
+            if text in known.text and text != known.text:
+                prompt = prompt.replace(known.text, "\0")
+        return text in prompt
+
+    def _encode(self, texts: Mapping[str, str], wanted: bool) -> str:
+        """Why there are no packets now, or nothing."""
+        if not texts:
+            return ""
+        if not wanted or not self._may_encode:
+            return self._advice.not_encoded
+        try:
+            self._writer.write_missing(list(texts.values()))
+            return ""
+        except KVPacketError as error:  # those before it are stored
+            logger.warning("retrieved chunks could not be encoded: %s", error)
+            return str(error)
+        finally:
+            with self._lock:
+                self._learned |= dict.fromkeys(name for name in texts if name in self._store)
+            self._make_room()
+
+    def _touch(self, names: Iterable[str]) -> None:
+        with self._lock:
+            for name in names:
+                if name in self._learned:
+                    self._learned.move_to_end(name)
+
+    def _make_room(self) -> None:
+        while self._store.size_bytes > _KEPT_BYTES:
+            with self._lock:
+                if len(self._learned) < 2:
+                    return
+                oldest, _ = self._learned.popitem(last=False)
+            with suppress(PacketNotFoundError):
+                self._store.add_owner(oldest, _PASSING)
+            self._store.drop_owners([_PASSING])  # deletes it, unless a chunk owns it by now
+
+
+def _whole(chunks: Sequence[str], prompt: str) -> tuple[set[str], str]:
+    """Which chunks, longest first, a prompt holds as they are, and the rest of it; one inside another is part of it."""
+    whole = set()
+    for chunk in chunks:
+        if chunk in prompt:
+            whole.add(chunk)
+            prompt = prompt.replace(chunk, "\0")
+    return whole, prompt
