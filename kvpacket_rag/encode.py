@@ -93,16 +93,16 @@ class PacketEncoder:
         Raises:
             DocumentError: the chunk has no text, or more of it than the model's window.
         """
+        about = f"the chunk of {len(text)} characters"  # never its text: errors are logged
         if not is_unicode(text):
-            raise DocumentError(f"the chunk {text[:40]!a} holds a lone surrogate, which no encoding knows; remove it")
+            raise DocumentError(f"{about} holds a lone surrogate, which no encoding knows; remove it")
         ids = self.backbone.token_ids(text.strip())
         room = self.backbone.context_window - self._extra
         if not ids:
-            raise DocumentError(f"the chunk {text[:40]!r} holds no text; leave it out")
+            raise DocumentError(f"{about} holds no text; leave it out")
         if len(ids) > room:
             raise DocumentError(
-                f"the chunk {text[:40]!r}… has {len(ids)} tokens, {self.backbone.name} has room for {room}; "
-                "cut it into smaller chunks"
+                f"{about} has {len(ids)} tokens, {self.backbone.name} has room for {room}; cut it into smaller chunks"
             )
         return packet_id(ids, self.signature), ids
 

@@ -12,7 +12,8 @@ def figures(backbone, adapter) -> dict[str, float]:
 
 
 def test_fewer_bits_are_further_away_and_take_less(figures: dict[str, float]):
-    assert 0 < figures["kl_int8"] < figures["kl_k8v4"] < figures["kl_int4"]
+    assert 0 < figures["kl_direct_int8"] < figures["kl_direct_k8v4"] < figures["kl_direct_int4"]
+    assert all(abs(figures[f"kl_{name}"]) < 1 for name in ("int8", "k8v4", "int4"))
     assert figures["bytes_int8"] > figures["bytes_k8v4"] > figures["bytes_int4"] > 0
 
 

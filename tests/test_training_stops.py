@@ -16,13 +16,21 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import AdapterError, TrainingError
 from kvpacket_rag.training import trainer as trainer_module
 from kvpacket_rag.training.checkpoint import _difference
-from kvpacket_rag.training.trainer import validate
+from kvpacket_rag.training.trainer import Trainer, validate
+
+
+@pytest.fixture(scope="module")
+def unbroken(backbone: Backbone, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    """A run from beginning to end, which the runs that were stopped have to equal."""
+    trainer = make_trainer(backbone, tmp_path_factory.mktemp("unbroken"))
+    list(trainer.run())
+    return trainer
 
 
 @pytest.mark.parametrize("killed_after", [1, 3, 4])
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(killed_after: int, backbone: Backbone, tmp_path: Path) -> None:
-    unbroken = make_trainer(backbone, tmp_path / "unbroken")
-    list(unbroken.run())
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(
+    killed_after: int, unbroken: Trainer, backbone: Backbone, tmp_path: Path
+) -> None:
     broken = make_trainer(backbone, tmp_path / "broken")
     for report in broken.run():
         if report.step == killed_after:
@@ -36,10 +44,8 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(killed_after: int, back
 
 
 def test_a_run_killed_without_a_word_goes_on_from_its_last_state(
-    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: Trainer, backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unbroken = make_trainer(backbone, tmp_path / "unbroken")
-    list(unbroken.run())
     broken = make_trainer(backbone, tmp_path / "broken")
     steps = broken.run()
     while next(steps).step < 3:
@@ -84,10 +90,8 @@ def test_a_gradient_that_is_no_number_never_reaches_the_adapter(
 
 @pytest.mark.parametrize("call", [2, 3, 4, 5])
 def test_a_run_stopped_within_a_validation_makes_up_for_it(
-    call: int, backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    call: int, unbroken: Trainer, backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unbroken = make_trainer(backbone, tmp_path / "unbroken")
-    list(unbroken.run())
     calls = iter(range(1, 100))
 
     def stopped(*arguments: Any) -> dict[str, float]:
@@ -106,10 +110,8 @@ def test_a_run_stopped_within_a_validation_makes_up_for_it(
 
 
 def test_a_best_adapter_that_could_not_be_written_is_not_counted(
-    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    unbroken: Trainer, backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    unbroken = make_trainer(backbone, tmp_path / "unbroken")
-    list(unbroken.run())
     broken = make_trainer(backbone, tmp_path / "broken")
     steps = broken.run()
     next(steps)

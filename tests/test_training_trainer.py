@@ -28,7 +28,7 @@ from kvpacket_rag.training.trainer import Trainer, validate
 def test_training_moves_every_part_of_the_adapter_and_nothing_else(
     name: str, backbone: Backbone, tmp_path: Path
 ) -> None:
-    trainer = make_trainer(backbone, tmp_path, **VARIANTS[name])
+    trainer = make_trainer(backbone, tmp_path, steps=2, **VARIANTS[name])
     before, weights = values(trainer.adapter), [p.clone() for p in backbone.model.parameters()]
     list(trainer.run())
     after = values(trainer.adapter)

@@ -16,10 +16,10 @@ from kvpacket_rag.errors import TrainingError
 
 @pytest.mark.parametrize("name", VARIANTS)
 def test_a_warm_start_begins_where_the_trained_adapter_was(name: str, backbone: Backbone, tmp_path: Path) -> None:
-    first = make_trainer(backbone, tmp_path / "first", **VARIANTS[name])
+    first = make_trainer(backbone, tmp_path / "first", steps=2, **VARIANTS[name])
     list(first.run())
     trained = Adapter.load(first.best_path)
-    second = make_trainer(backbone, tmp_path / "second", warm_start=trained, **VARIANTS[name])
+    second = make_trainer(backbone, tmp_path / "second", warm_start=trained, steps=1, **VARIANTS[name])
     assert second.adapter.digest == trained.digest
     start, *_ = second.run()
     assert_close(start.validation["all"], first.progress.best, rtol=1e-4, atol=1e-6)
