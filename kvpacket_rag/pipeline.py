@@ -22,6 +22,7 @@ from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester
 from kvpacket_rag.journal import change_lock
+from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.nearest import Kind
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.progress import IngestReport, OnProgress
@@ -84,6 +85,7 @@ class KVPacketRAG:
         chunk_tokens: int | None = None,
         kind: Kind = "flat",
         reencode: bool = False,
+        namespace: str = "",
         progress: OnProgress | None = None,
         **engine_options: Any,
     ) -> Self:
@@ -100,6 +102,8 @@ class KVPacketRAG:
                 is added again.
             kind: of search: ``"flat"`` is exact, ``"hnsw"`` approximate on large indexes.
             reencode: when model, adapter or dtype changed, encode every chunk again.
+            namespace: whose index it is; each has one of its own below ``folder``, see
+                :func:`~kvpacket_rag.namespace.namespace_folder`.
             progress: of encoding again.
             engine_options: passed to :meth:`KVPacketEngine.load`; ``adapter="auto"`` is the index's own adapter,
                 unless ``reencode`` is given or the index is new.
@@ -108,7 +112,7 @@ class KVPacketRAG:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
             StoreError: the folder is no index, or was built with another embedder.
         """
-        folder = Path(folder).expanduser().absolute()
+        folder = namespace_folder(Path(folder).expanduser().absolute(), namespace)
         with ExitStack() as undo:
             index = PacketIndex.open(folder, kind=kind)
             undo.callback(index.close)

@@ -268,3 +268,12 @@ def test_the_real_model_answers_from_packets_what_stands_in_a_file(tmp_path: Pat
         found = rag.ask("How long does a firmware update take?", settings=GenerationSettings(max_new_tokens=24))
     assert "7 minutes" in found.answer.text
     assert found.answer.usage.chunks_reused == len(found.hits) and found.answer.usage.misses == ()
+
+
+def test_namespaces_of_a_folder_share_no_document(openable: None, tmp_path: Path):
+    with KVPacketRAG.open(tmp_path, "tiny", namespace="a") as one, KVPacketRAG.open(tmp_path, "tiny") as all_others:
+        one.add(documents())
+        assert len(one.index) == 4 and len(one.engine.store) == 4
+        assert len(all_others.index) == len(all_others.engine.store) == 0
+    with KVPacketRAG.open(tmp_path, namespace="a") as again:
+        assert again.ask("Who signed the lease?", 1, SHORT).answer.usage.chunks_reused == 1

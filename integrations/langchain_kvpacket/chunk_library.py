@@ -22,6 +22,7 @@ from kvpacket_rag import (
     StoreError,
 )
 from kvpacket_rag.journal import OWNER_PREFIX, change_lock
+from kvpacket_rag.origin import Origin
 from langchain_kvpacket.retrieved import RETRIEVED
 
 _PAGE = 64  # chunks copied at a time
@@ -55,6 +56,7 @@ class ChunkLibrary:
         self.engine = engine
         self.index = index
         self.embedder = embedder
+        self._folder = Path(folder or ".")
         self._claim(index)
         if index.get_setting(OWNER_PREFIX) is None and not len(index):
             index.set_setting(OWNER_PREFIX, f"{uuid.uuid4()}/" if folder is None else "")
@@ -147,8 +149,12 @@ class ChunkLibrary:
                 f"the index was built with the embeddings {index.get_setting('embedder')!r}, these are {name!r}; pass "
                 "the former, or add the texts to a new index"
             )
+        origin = Origin(index, self._folder)
+        origin.check_vectors(self.embedder)
         facts = {"signature": signature.to_json(), "dtype": signature.dtype, "model": self.engine.model_name}
-        for key, value in {**facts, "embedder": name}.items():
+        if origin.knows_embedder:  # vectors that another framework made keep their silence
+            facts["embedder"] = name
+        for key, value in facts.items():
             if index.get_setting(key) is None:
                 index.set_setting(key, value)
 

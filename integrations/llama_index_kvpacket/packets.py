@@ -169,4 +169,4 @@ def load_engine(index: PacketIndex, folder: Path | None, loading: Mapping[str, A
     options["model_kwargs"], options["tokenizer_kwargs"] = for_transformers(options)
     if options["dtype"] == "auto":
         del options["dtype"]
-    return Origin(index, folder).load_engine(name, options)
+    return Origin(index, folder).load_engine(name, options, keep_adapter=True)

@@ -28,10 +28,10 @@ def quantised(engine: KVPacketEngine, questions: int) -> dict[str, float]:
         questions: of each kind of text.
 
     Returns:
-        For every scheme ``kl_NAME``, what it adds to KL(full prefill ‖ packets) along full prefill's answers, as a share
-        of that; it may be negative, since it is the difference of two. ``kl_direct_NAME``, KL(packets ‖ quantised) as
-        the same share, which counts what cancels out as well, the noise of 16-bit arithmetic too. ``bytes_NAME``, bytes
-        a token as a share of 16-bit packets.
+        For every scheme ``kl_NAME``, what it adds to KL(full prefill ‖ packets) along full prefill's answers, as a
+        share of that; it may be negative, since it is the difference of two. ``kl_direct_NAME``, KL(packets ‖
+        quantised) as the same share, which counts what cancels out as well, the noise of 16-bit arithmetic too.
+        ``bytes_NAME``, bytes a token as a share of 16-bit packets.
     """
     base = "plain" if engine.encoder.adapter.is_empty else "packet"
     methods = {name: f"{base}@{name}" for name in ("none", *SCHEMES)}
