@@ -10,7 +10,20 @@ import traceback
 from collections.abc import Sequence
 
 import kvpacket_rag
-from kvpacket_rag.cli import ask, bench, check, delete, demo, estimate, import_adapter, ingest, inspect, train, verify
+from kvpacket_rag.cli import (
+    ask,
+    average,
+    bench,
+    check,
+    delete,
+    demo,
+    estimate,
+    import_adapter,
+    ingest,
+    inspect,
+    train,
+    verify,
+)
 from kvpacket_rag.cli import eval as evaluate
 from kvpacket_rag.errors import KVPacketError
 
@@ -21,6 +34,7 @@ _COMMANDS = {
     "ask": ask,
     "delete": delete,
     "train": train,
+    "average": average,
     "verify": verify,
     "inspect": inspect,
     "check": check,
