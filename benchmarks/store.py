@@ -125,7 +125,8 @@ def concurrency(root: Path, requests: int) -> str:
     sound = stores[0].check().is_sound
     for store in stores:
         store.close()
-    return f"{right} of {requests} right, {max(0, *over)} bytes over the cap at most, {'sound' if sound else 'UNSOUND'}"
+    excess = f"{max(0, *over)} bytes over the cap at most, by a count no lock stops (a packet has {cap // 12})"
+    return f"{right} of {requests} right, {excess}, {'sound' if sound else 'UNSOUND'}"
 
 
 def _filled(root: Path, packets: int) -> Path:
