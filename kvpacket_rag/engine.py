@@ -76,6 +76,22 @@ class KVPacketEngine:
         self._writer = PacketWriter(self.encoder, self.store)
         self._prefiller = Prefiller(backbone, self.encoder, self.store)
         self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
+        self._tell_of_foreign_packets()
+
+    def _tell_of_foreign_packets(self) -> None:
+        """Warn when the store holds packets and none that can be read here: nothing would be reused, and no miss."""
+        found = self.store.signatures()
+        if not found or self.signature.to_json() in found:
+            return
+        others = [PacketSignature.from_json(text) for text in found]
+        names = self.signature.differing(max(others, key=lambda other: found[other.to_json()]))
+        logger.warning(
+            "the store holds %d packets and none that %s reads as it was loaded: %s differ; load it as they were made, "
+            "or encode the chunks again",
+            sum(found.values()),
+            self.model_name,
+            ", ".join(names),
+        )
 
     @classmethod
     def load(
@@ -240,6 +256,7 @@ class KVPacketEngine:
             PacketMissError: a chunk cannot be reused, and ``reuse`` wants that to be an error.
             ContextTooLongError: prompt and answer exceed the window; nothing was computed.
         """
+        shortest = self.break_even_tokens if policy == "auto" else 0  # may be measured now, which is no loading time
         started = time.perf_counter()
         settings = GenerationSettings() if settings is None else settings
         reuse = Reuse() if reuse is None else reuse
@@ -249,7 +266,7 @@ class KVPacketEngine:
         self.backbone.check_unchanged()
         way: Way = "prefill" if policy == "prefill" else "packets"
         parts, misses = self._reader.read(prompt, policy, template_kwargs, reuse)
-        if policy == "auto" and sum(part.num_tokens for part in parts if part.packet_id) < self.break_even_tokens:
+        if sum(part.num_tokens for part in parts if part.packet_id) < shortest:
             way = "prefill"
             parts, misses = self._reader.read(prompt, way, template_kwargs, reuse)
         reuse.act_on(misses)

@@ -193,10 +193,10 @@ class IndexFile:
         Raises:
             StoreFormatError: it is no index, or one of a format that cannot be read here.
         """
-        db = self._db
-        (application,) = db.execute("PRAGMA application_id").fetchone()
-        (version,) = db.execute("PRAGMA user_version").fetchone()
-        (tables,) = db.execute("SELECT COUNT(*) FROM sqlite_master").fetchone()
+        application, version, tables = self._db.execute(  # at once: another process may be starting the file
+            "SELECT (SELECT application_id FROM pragma_application_id), "
+            "(SELECT user_version FROM pragma_user_version), (SELECT COUNT(*) FROM sqlite_master)"
+        ).fetchone()
         if application == 0 and tables == 0:
             return 0
         if application != APPLICATION_ID:

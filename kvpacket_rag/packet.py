@@ -63,14 +63,17 @@ class PacketSignature:
         """SHA-256 of the canonical text, in hex."""
         return hashlib.sha256(self.to_json().encode()).hexdigest()
 
+    def differing(self, other: PacketSignature) -> list[str]:
+        """Names of the fields in which the two differ."""
+        return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
+
     def require(self, found: PacketSignature, packet_id: str) -> None:
         """Check a packet against the reader.
 
         Raises:
             PacketMismatchError: naming every field in which ``found`` differs from this signature.
         """
-        wrong = [f.name for f in fields(self) if getattr(self, f.name) != getattr(found, f.name)]
-        if wrong:
+        if wrong := self.differing(found):
             differences = "; ".join(
                 f"{name}: packet has {getattr(found, name)!r}, reader has {getattr(self, name)!r}" for name in wrong
             )

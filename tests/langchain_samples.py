@@ -125,7 +125,7 @@ def script(monkeypatch: pytest.MonkeyPatch, engine: KVPacketEngine, *answers: st
         def pick(self, _: Any) -> int:
             return next(self.ids)
 
-    monkeypatch.setattr("kvpacket_rag.engine.Sampler", Script)
+    monkeypatch.setattr("kvpacket_rag.writing.Sampler", Script)
 
 
 def across_tokens(pieces: list[str]) -> str:

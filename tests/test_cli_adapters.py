@@ -126,5 +126,8 @@ def test_the_readmes_commands_about_adapters_run_in_order(
         if command[0] == "train" and "--data" in command:  # other data are another run
             named[named.index("--out") + 1] = "mixed"
         code, _, err = kv(*named, *more.get(named[0], []))
+        if "auto" in named:
+            assert code == 1 and "no adapter ships for" in err  # for a model of nobody's
+            continue
         assert code in ((0, 3) if named[0] == "verify" else (0,)), (named, err)
     assert {command[0] for command in commands} >= {"verify", "train", "ingest", "eval"}

@@ -277,3 +277,11 @@ def test_the_beginning_of_sequence_token_stands_once_and_does_not_part_the_pream
         assert second.usage.preamble_tokens > first.usage.preamble_tokens
     parts, _ = engine._reader.read(texts[0], "packets", None)
     assert parts[0].ids == [0, *engine.token_ids("Read this: ")] and parts[1].packet_id
+
+
+def test_a_store_of_packets_that_cannot_be_read_is_told_of(backbone, caplog):
+    store = MemoryStore()
+    KVPacketEngine(backbone, store).encode(CHUNKS)
+    assert KVPacketEngine(backbone, store) and not caplog.records
+    KVPacketEngine(backbone, store, sink=1)
+    assert "holds 4 packets and none that tiny reads" in caplog.text and "adapter differ" in caplog.text

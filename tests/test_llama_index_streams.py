@@ -35,6 +35,8 @@ def contexts(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch) -> list[Any]:
     pool, held = llm.engine.backbone.pool, []
     take, give = pool.take, pool.give_back
     monkeypatch.setattr(pool, "take", lambda *a, **k: held.append(context := take(*a, **k)) or context)
+    refilled = pool.take_filled
+    monkeypatch.setattr(pool, "take_filled", lambda *a: (context := refilled(*a)) and (held.append(context) or context))
     monkeypatch.setattr(pool, "give_back", lambda context: (held.remove(context), give(context))[1])
     return held
 
@@ -191,7 +193,7 @@ async def test_characters_of_several_tokens_are_streamed_whole(
 ):
     text = "caf\u00e9 \u6e2f\u53e3 \U0001f469\u200d\U0001f469\u200d\U0001f467 \ud55c\uae00 \u05e9\u05dc\u05d5\u05dd"
     ids = iter([*llm.token_ids(text), 2])
-    monkeypatch.setattr("kvpacket_rag.engine.Sampler.pick", lambda sampler, logits: next(ids))
+    monkeypatch.setattr("kvpacket_rag.writing.Sampler.pick", lambda sampler, logits: next(ids))
     seen = (
         await read(llm, method, max_tokens=99) if method[0] == "a" else list(llm.stream_complete(TEXT, max_tokens=99))
     )
