@@ -49,6 +49,15 @@ class Usage:
         """All tokens of the prompt."""
         return self.packet_tokens + self.preamble_tokens + self.prefilled_tokens
 
+    @property
+    def sentence(self) -> str:
+        """What was reused and why the rest was not, for logs: counts and reasons, no text."""
+        reasons = "".join(f"; {reason}" for reason in dict.fromkeys(miss.reason for miss in self.misses))
+        return (
+            f"{self.packet_tokens} of {self.prompt_tokens} prompt tokens came from packets of {self.chunks_reused} "
+            f"chunks; {len(self.misses)} chunks missed{reasons}"
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class Timings:

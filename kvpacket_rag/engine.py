@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
@@ -21,6 +23,7 @@ from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import AdapterError, PromptError
 from kvpacket_rag.hardware import pick_device, pick_dtype
+from kvpacket_rag.learner import ChunkLearner
 from kvpacket_rag.models import load_model
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.packet_writer import PacketWriter
@@ -76,22 +79,6 @@ class KVPacketEngine:
         self._writer = PacketWriter(self.encoder, self.store)
         self._prefiller = Prefiller(backbone, self.encoder, self.store)
         self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
-        self._tell_of_foreign_packets()
-
-    def _tell_of_foreign_packets(self) -> None:
-        """Warn when the store holds packets and none that can be read here: nothing would be reused, and no miss."""
-        found = self.store.signatures()
-        if not found or self.signature.to_json() in found:
-            return
-        others = [PacketSignature.from_json(text) for text in found]
-        names = self.signature.differing(max(others, key=lambda other: found[other.to_json()]))
-        logger.warning(
-            "the store holds %d packets and none that %s reads as it was loaded: %s differ; load it as they were made, "
-            "or encode the chunks again",
-            sum(found.values()),
-            self.model_name,
-            ", ".join(names),
-        )
 
     @classmethod
     def load(
@@ -252,11 +239,11 @@ class KVPacketEngine:
             reuse: which chunks may come from packets and what a miss does; all known ones and nothing by default.
 
         Raises:
-            PromptError: the prompt is empty or its messages are malformed.
+            PromptError: the prompt is empty, its messages are malformed, or the policy is unknown.
             PacketMissError: a chunk cannot be reused, and ``reuse`` wants that to be an error.
             ContextTooLongError: prompt and answer exceed the window; nothing was computed.
         """
-        shortest = self.break_even_tokens if policy == "auto" else 0  # may be measured now, which is no loading time
+        shortest = self._shortest(policy)
         started = time.perf_counter()
         settings = GenerationSettings() if settings is None else settings
         reuse = Reuse() if reuse is None else reuse
@@ -264,15 +251,36 @@ class KVPacketEngine:
             if not isinstance(value, kind):
                 raise PromptError(f"{name} is a {type(value).__name__}; pass {kind.__name__}(...) or None")
         self.backbone.check_unchanged()
-        way: Way = "prefill" if policy == "prefill" else "packets"
-        parts, misses = self._reader.read(prompt, policy, template_kwargs, reuse)
+        parts, misses = self._reader.read(prompt, template_kwargs, reuse)
+        way: Way = "packets"
+        misses = () if policy == "prefill" else misses
         if sum(part.num_tokens for part in parts if part.packet_id) < shortest:
-            way = "prefill"
-            parts, misses = self._reader.read(prompt, way, template_kwargs, reuse)
+            way, parts = "prefill", [replace(part, packet_id=None) for part in parts]
         reuse.act_on(misses)
         self._prefiller.check_length(parts, settings.max_new_tokens)
         task = Task(parts, misses, settings, reuse, way, time.perf_counter() - started)
         return AnswerStream(write_answer(self.backbone, self._prefiller, task))
+
+    def _shortest(self, policy: Policy) -> float:
+        """Tokens of chunks below which a prompt is read in full; may measure, which is no time of a request's own."""
+        match policy:
+            case "packets":
+                return 0
+            case "prefill":
+                return math.inf
+            case "auto":
+                return self.break_even_tokens
+        raise PromptError(f"policy is {policy!r}, expected 'packets', 'prefill' or 'auto'")
+
+    def may_reuse(self, text: str, policy: Policy) -> bool:
+        """Whether a prompt of this text is long enough for packets, so that it pays to make some."""
+        shortest = self._shortest(policy)
+        return not shortest or shortest <= self.count_tokens(text)
+
+    @cached_property
+    def learner(self) -> ChunkLearner:
+        """Sees to the packets of what frameworks retrieved; one for all that share the engine."""
+        return ChunkLearner(self.encoder, self.store, self._reader, self.min_match_tokens)
 
     @cached_property
     def break_even_tokens(self) -> int:

@@ -19,7 +19,7 @@ from kvpacket_rag.answer import Answer, Miss
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import KVPacketError, PacketNotFoundError
 from kvpacket_rag.packet_writer import PacketWriter
-from kvpacket_rag.reading import Reuse
+from kvpacket_rag.reading import PromptReader, Reuse
 from kvpacket_rag.store import MemoryStore, PacketStore
 
 logger = logging.getLogger(__name__)
@@ -110,60 +110,57 @@ class ChunkLearner:
     Args:
         encoder: makes them.
         store: keeps them.
-        advice: what a miss is told by.
+        reader: knows which chunks it finds in prompts.
         min_tokens: shorter chunks are not looked for in prompts, so they get no packets.
     """
 
-    def __init__(self, encoder: PacketEncoder, store: PacketStore, advice: Advice, min_tokens: int) -> None:
+    def __init__(self, encoder: PacketEncoder, store: PacketStore, reader: PromptReader, min_tokens: int) -> None:
         self._encoder = encoder
         self._store = store
+        self._reader = reader
         self._writer = PacketWriter(encoder, store)
         self._may_encode = isinstance(store, MemoryStore)
-        self._advice = advice
         self._min_tokens = min_tokens
         self._learned: OrderedDict[str, None] = OrderedDict()  # least recently needed first
         self._lock = threading.Lock()
 
-    def prepare(self, prompt: str, found: Iterable[str], others: Iterable[str] = (), *, encode: bool) -> Prepared:
+    def prepare(
+        self, prompt: str, found: Iterable[str], others: Iterable[str], advice: Advice, *, encode: bool
+    ) -> Prepared:
         """Look for retrieved chunks in a prompt.
 
         Args:
             prompt: all its texts.
             found: chunks that were retrieved for it; one that it holds in another form is a miss.
             others: chunks that were retrieved lately; only those count that it holds as they are.
+            advice: what a miss is told by.
             encode: make packets of those that have none.
         """
         started = time.perf_counter()
         own = {text.strip() for text in found} - {""}
         chunks = sorted((own | {text.strip() for text in others}) - {""}, key=len, reverse=True)
         whole, rest = _whole(chunks, prompt)
-        misses = self._lost([chunk for chunk in chunks if chunk in own and chunk not in whole], prompt, rest)
+        lost = [chunk for chunk in chunks if chunk in own and chunk not in whole]
+        misses = [
+            Miss(name, reason)
+            for chunk in lost
+            if (reason := _why_lost(chunk, prompt, rest, advice))
+            for name, _ in self._name(chunk)
+        ]
         held = {name: (text, tokens) for text in whole for name, tokens in self._name(text)}
         self._touch(held)
         missing = {name: chunk for name, chunk in held.items() if name not in self._store}
         present = held.keys() - missing.keys()
-        missing = {name: chunk for name, chunk in missing.items() if self._is_apart(chunk[0], prompt)}
+        if missing:  # those that stand by themselves, not only as part of longer ones that have packets
+            bare = self._reader.without_known(prompt, missing)
+            missing = {name: chunk for name, chunk in missing.items() if chunk[0] in bare}
         with self._store.hold(held):  # what it needs does not make room for what else it needs
-            reason = self._encode({name: text for name, (text, _) in missing.items()}, encode)
+            may = encode and self._may_encode
+            reason = self._encode([text for text, _ in missing.values()]) if may else advice.not_encoded
         encoded = {name: tokens for name, (_, tokens) in missing.items() if name in self._store}
         misses += [Miss(name, reason or _GONE) for name in missing if name not in encoded]
         ready = tuple(name for name in held if name in present or name in encoded)
         return Prepared(ready, encoded, tuple(misses), time.perf_counter() - started)
-
-    def _lost(self, chunks: Iterable[str], prompt: str, rest: str) -> list[Miss]:
-        """Those of the chunks that the prompt holds in another form."""
-        reasons = [(chunk, self._why_lost(chunk, prompt, rest)) for chunk in chunks]
-        return [Miss(name, reason) for chunk, reason in reasons if reason for name, _ in self._name(chunk)]
-
-    def _why_lost(self, chunk: str, prompt: str, rest: str) -> str:
-        for rewrite, advice in self._advice.rewritten:
-            if rewrite(chunk[:_EDGE]) not in prompt:  # at most calls, and at a tenth of the cost
-                continue
-            written = rewrite(chunk)
-            if written != chunk and written in prompt:
-                return advice
-        is_cut = len(chunk) >= 2 * _EDGE and (chunk[:_EDGE] in rest or chunk[-_EDGE:] in rest)
-        return self._advice.cut if is_cut else ""
 
     def _name(self, text: str) -> list[tuple[str, int]]:
         """Packet id and tokens of a chunk; nothing for one that can have no packet or is not looked for."""
@@ -173,28 +170,18 @@ class ChunkLearner:
             return []
         return [(name, len(ids))] if len(ids) >= self._min_tokens else []
 
-    def _is_apart(self, text: str, prompt: str) -> bool:
-        """Whether the prompt holds a chunk by itself, not only as part of longer ones that have packets."""
-        for known in self._store.known(self._encoder.signature):
-            if text in known.text and text != known.text:
-                prompt = prompt.replace(known.text, "\0")
-        return text in prompt
-
-    def _encode(self, texts: Mapping[str, str], wanted: bool) -> str:
-        """Why there are no packets now, or nothing."""
-        if not texts:
-            return ""
-        if not wanted or not self._may_encode:
-            return self._advice.not_encoded
+    def _encode(self, texts: list[str]) -> str:
+        """Make packets; why there are not all of them, or nothing."""
         try:
-            self._writer.write_missing(list(texts.values()))
+            names = self._writer.write_missing(texts) if texts else []
             return ""
         except KVPacketError as error:  # those before it are stored
             logger.warning("retrieved chunks could not be encoded: %s", error)
+            names = [name for text in texts for name, _ in self._name(text) if name in self._store]
             return str(error)
         finally:
             with self._lock:
-                self._learned |= dict.fromkeys(name for name in texts if name in self._store)
+                self._learned |= dict.fromkeys(names)
             self._make_room()
 
     def _touch(self, names: Iterable[str]) -> None:
@@ -222,3 +209,25 @@ def _whole(chunks: Sequence[str], prompt: str) -> tuple[set[str], str]:
             whole.add(chunk)
             prompt = prompt.replace(chunk, "\0")
     return whole, prompt
+
+
+def _why_lost(chunk: str, prompt: str, rest: str, advice: Advice) -> str:
+    """In which other form a prompt holds a chunk; nothing if it does not."""
+    for rewrite, reason in advice.rewritten:
+        if rewrite(chunk[:_EDGE]) not in prompt:  # at most calls, and at a tenth of the cost
+            continue
+        written = rewrite(chunk)
+        if written != chunk and written in prompt:
+            return reason
+    is_cut = len(chunk) >= 2 * _EDGE and (chunk[:_EDGE] in rest or chunk[-_EDGE:] in rest)
+    return advice.cut if is_cut else ""
+
+
+def as_python(text: str) -> str:
+    """As Python writes a text in a list; for :attr:`Advice.rewritten`."""
+    return repr(text)[1:-1]
+
+
+def as_python_beside_quotes(text: str) -> str:
+    """The same where both kinds of quotes stand around it, as in a list of texts with metadata."""
+    return repr(f"{text}'\"")[1:-4]

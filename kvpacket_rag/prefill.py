@@ -103,8 +103,10 @@ class Prefiller:
             )
 
     def ids(self, part: Part) -> list[int]:
-        """Tokens of a part; a chunk is tokenised as it was for its packet."""
-        return part.ids if part.ids is not None else self._backbone.token_ids(part.text)
+        """Tokens of a part, which keeps them; a chunk is tokenised as it was for its packet."""
+        if part.ids is None:
+            part.ids = self._backbone.token_ids(part.text)
+        return part.ids
 
     def all_ids(self, parts: Sequence[Part]) -> list[int]:
         """Tokens of the whole prompt, chunks included."""
@@ -127,8 +129,8 @@ class Prefiller:
             preamble = self._new_preamble(ready)
             context = self._take(ready, max_new_tokens)
             try:
-                filled, context.filled = context.filled, ()  # should this fail, nothing is taken for written
-                texts, filled = self._lay_out(ready, context, filled, count)
+                _count(ready, len(context.filled), count)
+                texts, filled = self._lay_out(ready, context)
                 assembled = time.perf_counter()
                 bound = self._backbone.bind(context)
                 logits = self._backbone.prefill(bound, texts)
@@ -153,28 +155,25 @@ class Prefiller:
         """What the slots of a part hold, given those before it."""
         return part.packet_id or tuple(self.ids(part))
 
-    def _lay_out(
-        self, parts: list[Part], context: Context, filled: tuple[Filled, ...], count: _Loading
-    ) -> tuple[list[tuple[Span, list[int]]], tuple[Filled, ...]]:
-        """Write packets into the context and reserve room for text, behind what is filled already.
+    def _lay_out(self, parts: list[Part], context: Context) -> tuple[list[tuple[Span, list[int]]], tuple[Filled, ...]]:
+        """Write packets into the context and reserve room for text, behind what it is filled with already.
 
-        Each packet is let go of once it is written.
+        Each packet is let go of once it is written. The context counts as filled with nothing until its texts are
+        read; should that fail, no later prompt goes on with it.
+
+        Returns:
+            The places of the texts and their tokens, and what the context is filled with once they are read.
         """
         texts: list[tuple[Span, list[int]]] = []
-        for number, part in enumerate(parts):
-            is_there = number < len(filled)
-            if part.packet_id and part.packet:
-                count.packet_tokens += part.num_tokens
-            elif part.packet or is_there:
-                count.preamble_tokens += part.num_tokens
-            if part.packet and not is_there:
+        filled, context.filled = list(context.filled), ()
+        for part in parts[len(filled) :]:
+            if part.packet:
                 context.place(part.packet)
-            elif not is_there:
+                part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
+            else:
                 texts.append((context.reserve(part.num_tokens), self.ids(part)))
-            part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
-            if not is_there:
-                filled = (*filled, Filled(self._key(part), context.num_slots, context.num_positions))
-        return texts, filled
+            filled.append(Filled(self._key(part), context.num_slots, context.num_positions))
+        return texts, tuple(filled)
 
     def _load(self, parts: Sequence[Part], count: _Loading) -> list[Part]:
         """Put packets into the parts that name one; a chunk at the very end becomes text."""
@@ -226,3 +225,12 @@ class Prefiller:
 
     def _preamble_bytes(self) -> int:
         return sum(packet.size_bytes for packet in self._preambles.values())
+
+
+def _count(parts: Sequence[Part], num_filled: int, count: _Loading) -> None:
+    """Add up the tokens that need not be read: of chunks, and of text that is kept or stands in the context already."""
+    for number, part in enumerate(parts):
+        if part.packet_id:
+            count.packet_tokens += part.num_tokens
+        elif part.packet or number < num_filled:
+            count.preamble_tokens += part.num_tokens

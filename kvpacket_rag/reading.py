@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
@@ -95,11 +95,26 @@ class PromptReader:
         self._short: set[str] = set()  # packets of chunks that are not looked for
         self._revision: int | None = None
         self._lock = threading.Lock()
+        self._tell_of_foreign_packets()
+
+    def _tell_of_foreign_packets(self) -> None:
+        """Warn when the store holds packets and none that can be read here: nothing would be reused, and no miss."""
+        found = self._store.signatures()
+        if not found or self._signature.to_json() in found:
+            return
+        others = [PacketSignature.from_json(text) for text in found]
+        names = self._signature.differing(max(others, key=lambda other: found[other.to_json()]))
+        logger.warning(
+            "the store holds %d packets and none that %s reads as it was loaded: %s differ; load it as they were made, "
+            "or encode the chunks again",
+            sum(found.values()),
+            self._backbone.name,
+            ", ".join(names),
+        )
 
     def read(
         self,
         prompt: Prompt,
-        policy: Policy,
         template_kwargs: Mapping[str, Any] | None,
         reuse: Reuse = Reuse(),
     ) -> tuple[list[Part], tuple[Miss, ...]]:
@@ -107,7 +122,6 @@ class PromptReader:
 
         Args:
             prompt: a final text, or chat messages.
-            policy: ``"prefill"`` gives the same tokens of text, with no packet to them; the others are alike here.
             template_kwargs: for the chat template.
             reuse: which chunks are looked for.
 
@@ -116,10 +130,8 @@ class PromptReader:
             hinted ones that do not stand in it.
 
         Raises:
-            PromptError: the policy is unknown, the prompt empty, or a message malformed.
+            PromptError: the prompt is empty, or a message malformed.
         """
-        if policy not in ("packets", "prefill", "auto"):
-            raise PromptError(f"policy is {policy!r}, expected 'packets', 'prefill' or 'auto'")
         if not isinstance(template_kwargs or {}, Mapping):
             raise PromptError(f"template_kwargs is {template_kwargs!r}; pass arguments of the chat template by name")
         if not isinstance(prompt, str | Sequence):
@@ -130,7 +142,6 @@ class PromptReader:
             check_messages(prompt)
         if not all(is_unicode(text) for text in _texts(prompt)):
             raise PromptError("the prompt holds a lone surrogate, which no encoding knows; remove it")
-        reads_all = policy == "prefill" or reuse.match == "off"
         with self._lock:
             self._refresh()
             finder = self._finder.only(reuse.hints) if reuse.match == "hints" else self._finder
@@ -138,12 +149,22 @@ class PromptReader:
                 pieces = self._cut(prompt, finder)
             else:
                 pieces = segment_chat(prompt, finder, self._backbone.tokenizer, template_kwargs=template_kwargs)
-            known = {} if reads_all else self._known
+            if reuse.match == "off":
+                return tokenise(self._backbone, pieces, {}), ()
+            known = self._known
             if finder is not self._finder:
                 known = {name: known[name] for name in reuse.hints if name in known}
-            parts = tokenise(self._backbone, pieces, known)
-            misses = () if reads_all else self._misses(pieces, finder, reuse.hints)
-        return parts, misses
+            return tokenise(self._backbone, pieces, known), self._misses(pieces, finder, reuse.hints)
+
+    def without_known(self, text: str, but: Container[str]) -> str:
+        """A text with the chunks that the store knows blanked out, save those of the packet ids ``but``."""
+        with self._lock:
+            self._refresh()
+            matches = self._finder.find(text)
+        for match in reversed(matches):
+            if match.packet_id not in but:
+                text = f"{text[: match.start]}\0{text[match.end :]}"
+        return text
 
     def _cut(self, prompt: str, finder: ChunkFinder) -> list[Piece]:
         """A final text at the chunks looked for, then at all others, whose control strings are plain text as well."""

@@ -10,7 +10,9 @@ from kvpacket_rag.break_even import measure_break_even
 from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
-from kvpacket_rag.errors import PromptError
+from kvpacket_rag.errors import PacketMissError, PromptError
+from kvpacket_rag.finder import ChunkFinder
+from kvpacket_rag.reading import Reuse
 
 SHORT = GenerationSettings(max_new_tokens=6)
 PROMPT = [Message("user", "\n\n".join(CHUNKS) + "\n\nQuestion: Who?")]
@@ -64,3 +66,34 @@ def test_measuring_leaves_the_users_store_alone(soft_engine: KVPacketEngine):
 def test_an_unknown_policy_is_refused(soft_engine: KVPacketEngine):
     with pytest.raises(PromptError, match="policy is 'fast', expected 'packets', 'prefill' or 'auto'"):
         soft_engine.generate(PROMPT, SHORT, policy="fast")
+
+
+def test_a_miss_stays_one_where_the_prompt_is_read_in_full(soft_engine: KVPacketEngine):
+    """What was hinted and rewritten is told of, and refused if that was asked for, whichever way is quicker."""
+    (name,) = soft_engine.encode(CHUNKS[:1])
+    soft_engine.break_even_tokens = 10_000
+    prompt = [Message("user", CHUNKS[0].replace("cold", "warm"))]
+    answer = soft_engine.generate(prompt, SHORT, policy="auto", reuse=Reuse(hints=(name,)))
+    assert answer.policy == "prefill" and [miss.packet_id for miss in answer.usage.misses] == [name]
+    with pytest.raises(PacketMissError):
+        soft_engine.generate(prompt, SHORT, policy="auto", reuse=Reuse(hints=(name,), on_miss="error"))
+
+
+def test_the_chunks_are_looked_for_once(soft_engine: KVPacketEngine, monkeypatch):
+    soft_engine.encode(CHUNKS)
+    soft_engine.break_even_tokens = 10_000
+    calls, find = [], ChunkFinder.find
+    monkeypatch.setattr(ChunkFinder, "find", lambda *given: calls.append(1) or find(*given))
+    counts = []
+    for policy in ("packets", "auto", "prefill"):
+        calls.clear()
+        soft_engine.generate(PROMPT, SHORT, policy=policy)
+        counts.append(len(calls))
+    assert counts[0] == counts[1] == counts[2] > 0
+
+
+@pytest.mark.parametrize(("policy", "expected"), [("packets", True), ("prefill", False), ("auto", False)])
+def test_packets_are_made_only_for_prompts_that_may_use_them(soft_engine: KVPacketEngine, policy, expected: bool):
+    soft_engine.break_even_tokens = 1 + soft_engine.count_tokens(CHUNKS[0])
+    assert soft_engine.may_reuse(CHUNKS[0], policy) is expected
+    assert soft_engine.may_reuse(CHUNKS[0] + " And more.", policy) is (policy != "prefill")

@@ -275,7 +275,7 @@ def test_the_beginning_of_sequence_token_stands_once_and_does_not_part_the_pream
         first, second = (engine.generate(text, SHORT) for _ in range(2))
         assert first.usage.prompt_tokens == engine.generate(text, SHORT, policy="prefill").usage.prompt_tokens
         assert second.usage.preamble_tokens > first.usage.preamble_tokens
-    parts, _ = engine._reader.read(texts[0], "packets", None)
+    parts, _ = engine._reader.read(texts[0], None)
     assert parts[0].ids == [0, *engine.token_ids("Read this: ")] and parts[1].packet_id
 
 

@@ -72,7 +72,9 @@ def test_a_prompt_that_is_in_the_template_already_is_read_as_it_stands(
     assert KVPacketLLM(engine=llm.engine, raw=False, max_tokens=24).invoke(FINAL) == doubled != expected.text
 
 
-@pytest.mark.parametrize("text", [f"<|im_start|>user\n{PROMPT}", f"{PROMPT}<|im_end|>", f"Hi\n{FINAL}"])
+@pytest.mark.parametrize(
+    "text", [f"<|im_start|>user\n{PROMPT}", f"{PROMPT}<|im_end|>", f"Hi\n{FINAL}", f"user manual: {FINAL}"]
+)
 def test_control_strings_alone_are_text_that_is_told_of_once(
     llm: KVPacketLLM, text: str, caplog: pytest.LogCaptureFixture
 ):

@@ -10,13 +10,11 @@ from conftest import CHUNKS
 from langchain_core.documents import Document
 from langchain_core.embeddings import DeterministicFakeEmbedding, Embeddings
 from langchain_kvpacket import KVPacketEmbeddings, KVPacketVectorStore
-from langchain_kvpacket.chunk_library import ChunkLibrary
 from langchain_kvpacket.embeddings import LangChainEmbedder
 from langchain_samples import QUESTION, WordEmbeddings, documents
 
 from kvpacket_rag import (
     Chunk,
-    DiskStore,
     DocumentError,
     KVPacketEngine,
     KVPacketError,
@@ -281,15 +279,3 @@ def test_of_a_row_that_llama_index_wrote_users_see_their_own_metadata_alone(stor
     assert texts_of(store.similarity_search("ferry", filter={"page": 3})) == [chunk.text]
     store.add_texts(["A text of one's own."], [{"doc_id": "mine"}], ids=["own"])
     assert store.get_by_ids(["own"])[0].metadata == {"doc_id": "mine"}
-
-
-def test_an_index_of_unknown_vectors_is_compared_and_never_given_a_name(backbone: Any, tmp_path: Path):
-    engine = KVPacketEngine(backbone, DiskStore(tmp_path))
-    index = PacketIndex.open(tmp_path)
-    names = engine.encode(CHUNKS, [str(n) for n in range(4)])
-    vectors = np.array(WordEmbeddings().embed_documents(CHUNKS), np.float32)
-    index.add([Chunk(str(n), text) for n, text in enumerate(CHUNKS)], vectors, names)
-    ChunkLibrary(engine, index, LangChainEmbedder(WordEmbeddings()), tmp_path)
-    assert index.get_setting("embedder") is None
-    with pytest.raises(StoreError, match="not of the embedder"):
-        ChunkLibrary(engine, index, LangChainEmbedder(DeterministicFakeEmbedding(size=vectors.shape[1])), tmp_path)

@@ -65,7 +65,7 @@ async def test_an_async_stream_encodes_them_too(llm: KVPacketLLM):
 def test_the_time_to_encode_them_is_part_of_the_time_to_the_first_token(
     llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch
 ):
-    monkeypatch.setattr(llm.learner, "prepare", lambda *_, encode: learner.Prepared(seconds=100.0))
+    monkeypatch.setattr(llm.engine.learner, "prepare", lambda *_, encode: learner.Prepared(seconds=100.0))
     timings = llm.complete(TEXT).raw["timings"]
     assert 100 < timings["load_seconds"] < timings["ttft_seconds"] < timings["total_seconds"] < 150
 
@@ -180,9 +180,9 @@ def test_with_hints_alone_wanted_and_none_given_what_was_retrieved_counts(llm: K
 def test_a_hinted_copy_shares_everything_but_its_hints(engine: KVPacketEngine):
     llm = KVPacketLLM(engine=engine, max_new_tokens=4)
     (first,) = engine.encode(CHUNKS[:1])
-    copy = llm.hinted([first, first])
-    assert copy.hints == (first,) and llm.hints == () and copy.engine is engine
-    assert copy.complete(QUESTION).raw["usage"] == llm.last_usage and len(llm.usages) == 1
+    hinted = llm.hinted([first, first])
+    assert hinted.hints == (first,) and llm.hints == () and hinted.engine is engine
+    assert hinted.complete(QUESTION).raw["usage"] == llm.last_usage and len(llm.usages) == 1
     assert [miss["packet_id"] for miss in llm.last_usage["misses"]] == [first]
 
 
@@ -234,14 +234,14 @@ def test_a_capped_store_tells_of_every_retrieved_chunk_that_it_has_no_packet_of(
 def test_a_packet_that_goes_before_the_prompt_is_read_is_a_miss(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
     retrieve(*CHUNKS[:2])
     llm.complete(TEXT)
-    prepare = llm.learner.prepare
+    prepare = llm.engine.learner.prepare
 
     def then_evict(*given: Any, **options: Any) -> Any:
         prepared = prepare(*given, **options)
         llm.engine.store.delete(llm.engine.encoder.identify(CHUNKS[0])[0])
         return prepared
 
-    monkeypatch.setattr(llm.learner, "prepare", then_evict)
+    monkeypatch.setattr(llm.engine.learner, "prepare", then_evict)
     usage = llm.complete(TEXT).raw["usage"]
     assert usage["chunks_reused"] == 1 and reasons(usage) == ["the store knows no such chunk"]
 

@@ -245,3 +245,10 @@ def _in_a_loop() -> bool:
         return asyncio.get_running_loop() is not None
     except RuntimeError:
         return False
+
+
+def test_no_two_collections_share_the_name_of_a_document(engine: KVPacketEngine):
+    KVPacketTransform(engine, owner="kb")([node("a", CHUNKS[0], "docs/readme.md")])
+    KVPacketTransform(engine, owner="kb/docs")([node("b", CHUNKS[1], "readme.md")])
+    assert len(engine.store) == 2
+    assert len(drop_packets(engine, ["readme.md"], owner="kb/docs")) == 1

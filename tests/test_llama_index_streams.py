@@ -104,7 +104,9 @@ async def test_it_goes_on_while_retrieved_chunks_are_encoded(
     llm: KVPacketLLM, method: str, monkeypatch: pytest.MonkeyPatch
 ):
     begun: list[float] = []
-    monkeypatch.setattr(llm.learner, "prepare", lambda *_, encode: begun.append(time.sleep(0.4) or 0) or Prepared())
+    monkeypatch.setattr(
+        llm.engine.learner, "prepare", lambda *_, encode: begun.append(time.sleep(0.4) or 0) or Prepared()
+    )
     assert await longest_pause(read(llm, method, max_tokens=1)) < 0.2 and len(begun) == 1
 
 

@@ -18,7 +18,7 @@ def test_parts_are_those_of_an_engine_that_knows_the_chunks(chunks: list[str], b
     engine = KVPacketEngine(backbone)
     engine.encode(chunks)
     prompt = chat("Who is Ada.", chunks)
-    served, _ = engine._reader.read(prompt, "packets", None)
+    served, _ = engine._reader.read(prompt, None)
     found = parts_of(engine.encoder, prompt, chunks)
     assert [(p.packet_id, p.text) for p in found] == [(p.packet_id, p.text) for p in served]
     assert all(part.ids for part in found)

@@ -37,7 +37,7 @@ def test_no_space_comes_between_pieces(kind: str, make_model: Callable[..., Any]
     tokenizer = spaced(kind)
     engine = KVPacketEngine(Backbone(make_model(vocab_size=len(tokenizer)), tokenizer, kind), min_match_tokens=4)
     engine.encode([CHUNK])
-    parts, _ = engine._reader.read(TEXT, "packets", None, Reuse())
+    parts, _ = engine._reader.read(TEXT, None, Reuse())
     assert [part.packet_id is not None for part in parts] == [False, True, False]
     pieces = [part.ids or engine.encoder.identify(part.text)[1] for part in parts]
     assert [token for ids in pieces for token in ids] == tokenizer(TEXT)["input_ids"]
@@ -66,6 +66,6 @@ def test_a_template_that_writes_the_beginning_of_sequence_behind_white_space_has
     engine = KVPacketEngine(Backbone(make_model(), tokenizer, "tiny"), min_match_tokens=4)
     engine.encode([CHUNK])
     for prompt in ([Message("user", f"{CHUNK} When?")], f" {tokenizer.bos_token}{CHUNK} When?", f"{CHUNK} When?"):
-        parts, _ = engine._reader.read(prompt, "packets", None, Reuse())
+        parts, _ = engine._reader.read(prompt, None, Reuse())
         ids = [token for part in parts for token in part.ids or ()]
         assert ids.count(tokenizer.bos_token_id) == 1 and sum(part.packet_id is not None for part in parts) == 1

@@ -35,7 +35,7 @@ def test_training_logits_are_those_of_the_assembled_context(name: str, backbone:
     adapter = touched(Recipe(**(SMALL | VARIANTS[name])), backbone)
     engine = KVPacketEngine(backbone, adapter=adapter, min_match_tokens=4)
     engine.encode(CHUNKS[:3])
-    parts, _ = engine._reader.read(chat(QUESTION, CHUNKS[:3]), "packets", None)
+    parts, _ = engine._reader.read(chat(QUESTION, CHUNKS[:3]), None)
     served = engine._prefiller.run(parts, 1).logits[0]
     lone = make_row(engine.encoder, [chat(QUESTION, CHUNKS[:3])], CHUNKS[:3])
     with torch.no_grad(), student_logits(backbone, adapter, [lone], [[[5]]]) as (logits, _):

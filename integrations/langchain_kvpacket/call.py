@@ -23,7 +23,7 @@ from kvpacket_rag import (
     Reuse,
 )
 from kvpacket_rag.engine import Policy
-from kvpacket_rag.learner import ChunkLearner, Prepared
+from kvpacket_rag.learner import Prepared
 from langchain_kvpacket.retrieved import ADVICE, RETRIEVED, as_asked
 
 logger = logging.getLogger(__name__)
@@ -68,8 +68,8 @@ class Call:
         if is_watched := self.policy != "prefill" and reuse.match != "off":
             text = as_asked([prompt] if isinstance(prompt, str) else [message.content for message in prompt])
             own, others = RETRIEVED.of(text)
-            encode = self.encode_retrieved and reuse.on_miss != "error"
-            prepared = beside(engine).learner.prepare(text, own, others, encode=encode)
+            encode = self.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, self.policy)
+            prepared = engine.learner.prepare(text, own, others, ADVICE, encode=encode)
             reuse = prepared.expected(reuse)
             unseen = 0 if any(found.strip() in text for found in own) else len(own)
         stream = engine.stream(
@@ -81,7 +81,7 @@ class Call:
             answer = prepared.counted(stream.answer)
             if is_watched:
                 beside(engine).warn(engine, answer, prepared, unseen)
-            _log(answer)
+            logger.info("%s", answer.usage.sentence)
             note(answer)
             return answer
 
@@ -90,9 +90,8 @@ class Call:
 
 @dataclass(slots=True)
 class Beside:
-    """What is kept of an engine here, shared by all models over it."""
+    """What the users of an engine were told, through any model over it."""
 
-    learner: ChunkLearner
     told: set[str] = field(default_factory=set)
 
     def warn(self, engine: KVPacketEngine, answer: Answer, prepared: Prepared, unseen: int) -> None:
@@ -130,8 +129,7 @@ def beside(engine: KVPacketEngine) -> Beside:
     """What is kept of an engine, for as long as there is the engine."""
     with _making:
         if engine not in _beside:
-            learner = ChunkLearner(engine.encoder, engine.store, ADVICE, engine.min_match_tokens)
-            _beside[engine] = Beside(learner)
+            _beside[engine] = Beside()
         return _beside[engine]
 
 
@@ -179,15 +177,3 @@ def answer_facts(model: str, answer: Answer) -> dict[str, Any]:
         **{name: counts[name] for name in told},
         "timings": asdict(answer.timings),
     }
-
-
-def _log(answer: Answer) -> None:
-    usage = answer.usage
-    logger.info(
-        "%d of %d prompt tokens came from packets of %d chunks; %d chunks missed%s",
-        usage.packet_tokens,
-        usage.prompt_tokens,
-        usage.chunks_reused,
-        len(usage.misses),
-        "".join(f"; {reason}" for reason in dict.fromkeys(miss.reason for miss in usage.misses)),
-    )

@@ -173,4 +173,4 @@ class ChunkLibrary:
 
     def _guards(self, ids: Iterable[str]) -> list[str]:
         """Under which names they do so until their rows are written; a failure leaves no packets behind."""
-        return [f"{self._prefix}{name} (being added)" for name in ids]
+        return [f"\n(being added)\n{self._prefix}{name}" for name in ids]

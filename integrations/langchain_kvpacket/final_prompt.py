@@ -48,7 +48,8 @@ class TemplateMarks:
         for token in special:
             plain = plain.replace(token, "")
         last = max((tail.rfind(token) for token in special), default=-1)
-        begins = {*(token for token in special if token in head), *plain.strip().splitlines()[-1:]}
+        lines = plain.strip().splitlines()[-1:]  # such as [INST], where the token before it is left to the tokenizer
+        begins = {*(token for token in special if token in head), *(line for line in lines if not line.isalpha())}
         controls = tuple(token for token in special if token in rendered)
         return cls(tuple(begins), tail[max(last, 0) :].strip(), controls)
 

@@ -20,7 +20,7 @@ from langchain_core.documents import Document
 from langchain_core.messages import BaseMessage
 from langchain_core.tracers.context import register_configure_hook
 
-from kvpacket_rag.learner import Advice
+from kvpacket_rag.learner import Advice, as_python, as_python_beside_quotes
 
 _KEPT_DOCUMENTS = 1024  # of one outermost run, and of those that are over
 _KEPT_RUNS = 4096  # a stream that nobody closes never ends
@@ -30,16 +30,6 @@ ESCAPED = (
     "the prompt holds it with its line breaks and quotes escaped, as Python writes a list of documents; put "
     "format_docs between retriever and prompt"
 )
-
-
-def _as_python(text: str) -> str:
-    """As Python writes a text in a list."""
-    return repr(text)[1:-1]
-
-
-def _as_python_beside_quotes(text: str) -> str:
-    """The same of a part of a text that has both kinds of quotes."""
-    return repr(f"{text}'\"")[1:-4]
 
 
 def _as_html(text: str) -> str:
@@ -57,8 +47,8 @@ ADVICE = Advice(
         "smaller chunks"
     ),
     rewritten=(
-        (_as_python, ESCAPED),
-        (_as_python_beside_quotes, ESCAPED),
+        (as_python, ESCAPED),
+        (as_python_beside_quotes, ESCAPED),
         (
             _as_html,
             "the prompt holds it escaped for HTML, as mustache writes {{it}}; write {{{it}}}, or use another format",

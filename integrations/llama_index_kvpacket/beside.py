@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from urllib.parse import quote
 
 from llama_index.core.schema import BaseNode, MetadataMode
 
@@ -51,8 +52,8 @@ def encodable(engine: KVPacketEngine, nodes: Iterable[BaseNode], owner: str, tex
 
 
 def owner_name(owner: str, document_id: str) -> str:
-    """Under which name a document of a collection owns its packets."""
-    return f"{owner}/{document_id}"
+    """Under which name a document of a collection owns its packets; no two of either share one."""
+    return f"{quote(owner, safe='')}/{document_id}"
 
 
 def replace_packets(engine: KVPacketEngine, nodes: Sequence[BaseNode], owner: str, text_key: str) -> list[Encodable]:

@@ -15,7 +15,6 @@ from llama_index.core.prompts import PromptTemplate
 from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketError, PromptError
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.engine import Policy
-from kvpacket_rag.learner import ChunkLearner
 from kvpacket_rag.reading import Match, OnMiss
 from llama_index_kvpacket.loading import (
     DEFAULT_MODEL,
@@ -31,7 +30,7 @@ from llama_index_kvpacket.messages import to_message, with_system_prompt
 from llama_index_kvpacket.parameters import DECODING, generation_settings, require_engine, require_known, require_names
 from llama_index_kvpacket.request import Prompt
 from llama_index_kvpacket.responses import Raw
-from llama_index_kvpacket.retrieved import ADVICE, RETRIEVED
+from llama_index_kvpacket.retrieved import RETRIEVED
 
 _IDENTITY = "{query_str}"
 _KEPT_USAGES = 1000
@@ -104,7 +103,6 @@ class ConfiguredLLM(LLM):
     )
 
     _engine: KVPacketEngine = PrivateAttr()
-    _learner: ChunkLearner = PrivateAttr()
     _can_reload: bool = PrivateAttr(default=True)
     _hints: tuple[str, ...] = PrivateAttr(default=())
     _usages: list[Raw] = PrivateAttr(default_factory=list)  # of the last calls; hinted copies share them
@@ -132,7 +130,6 @@ class ConfiguredLLM(LLM):
         super().__init__(**shown)
         self._can_reload = engine is None and model is None and tokenizer is None and is_reloadable(given)
         self._engine = engine or load(name, given, model, tokenizer)
-        self._learner = ChunkLearner(self._engine.encoder, self._engine.store, ADVICE, self._engine.min_match_tokens)
         RETRIEVED.listen()
         self.context_window = window(self._engine, self.context_window, self.max_new_tokens)
         self.generation_settings({})
@@ -156,11 +153,6 @@ class ConfiguredLLM(LLM):
     def engine(self) -> KVPacketEngine:
         """The engine, to share with a vector store; a copy of this object keeps the same one."""
         return self._engine
-
-    @property
-    def learner(self) -> ChunkLearner:
-        """Sees to the packets of retrieved chunks."""
-        return self._learner
 
     @property
     def metadata(self) -> LLMMetadata:
@@ -249,7 +241,7 @@ class ConfiguredLLM(LLM):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        memo |= {id(shared): shared for shared in (self._engine, self._learner)}
+        memo |= {id(shared): shared for shared in (self._engine, self._usages)}
         return super().__deepcopy__(memo)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -22,6 +22,7 @@ from llama_index_kvpacket.leftovers import Leftovers
 from llama_index_kvpacket.loading import DEFAULT_MODEL, for_transformers, load, resolve
 from llama_index_kvpacket.nodes import packet_text
 from llama_index_kvpacket.ownership import IS_COPY, Ownership
+from llama_index_kvpacket.retrieved import RETRIEVED
 
 Progress = Callable[[int, int], None]
 TEXT_KEY = "packet_text_key"
@@ -111,6 +112,9 @@ class NodePackets:
         texts, names = [self.text_of(chunk) for chunk in chunks], [chunk.chunk_id for chunk in chunks]
         with self.ownership.changing([*names, *gone]) as owners:
             owners = owners[: len(names)]
+            kept = set(texts)
+            old = [self.text_of(chunk) for chunk in self.index.get([*names, *gone])]
+            RETRIEVED.forget(text for text in old if text not in kept)
             self.leftovers.put_back(dict(zip(owners, texts, strict=True)))
             packets = self.engine.encode(texts, owners, self._progress)
             self.index.add(chunks, np.array(vectors, np.float32), packets)
@@ -121,7 +125,9 @@ class NodePackets:
         if not names:
             return
         with self.ownership.changing(names):
-            self.leftovers.collect(self.text_of(chunk) for chunk in self.index.get(names))
+            old = [self.text_of(chunk) for chunk in self.index.get(names)]
+            RETRIEVED.forget(old)
+            self.leftovers.collect(old)
             self.index.delete(names)
 
     def _is_stale(self, reencode: bool) -> bool:

@@ -7,10 +7,11 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from kvpacket_rag import Answer, AnswerStream, Message, PromptError, Reuse
+from kvpacket_rag.engine import Policy
 from kvpacket_rag.learner import Prepared
 from llama_index_kvpacket.parameters import require_names
 from llama_index_kvpacket.responses import Raw, raw
-from llama_index_kvpacket.retrieved import RETRIEVED
+from llama_index_kvpacket.retrieved import ADVICE, RETRIEVED
 
 if TYPE_CHECKING:
     from llama_index_kvpacket.configuration import ConfiguredLLM
@@ -35,6 +36,7 @@ class Request:
         self._llm = llm
         self._prompt = prompt
         self._arguments = arguments
+        self._found = RETRIEVED.here()  # now, for it may be started in another thread
         self._prepared = Prepared()
 
     def start(self) -> AnswerStream:
@@ -51,30 +53,24 @@ class Request:
         )
         settings, prompt = llm.generation_settings(call), self._prompt()
         if policy != "prefill" and reuse.match != "off":
-            reuse = self._prepare(prompt, reuse)
+            reuse = self._prepare(prompt, reuse, policy)
         template = {**llm.chat_template_kwargs, **own}
         return llm.engine.stream(prompt, settings, policy=policy, template_kwargs=template, reuse=reuse)
 
-    def _prepare(self, prompt: Prompt, reuse: Reuse) -> Reuse:
+    def _prepare(self, prompt: Prompt, reuse: Reuse, policy: Policy) -> Reuse:
         texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
-        encode = self._llm.encode_retrieved and reuse.on_miss != "error"
-        self._prepared = self._llm.learner.prepare("\0".join(texts), RETRIEVED.texts(), encode=encode)
+        text, engine = "\0".join(texts), self._llm.engine
+        encode = self._llm.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, policy)
+        self._prepared = engine.learner.prepare(text, self._found, RETRIEVED.texts(), ADVICE, encode=encode)
         return self._prepared.expected(reuse)
 
     def details(self, answer: Answer) -> Raw:
         """What ``response.raw`` tells of the answer, and ``llm.last_usage`` from now on."""
         answer = self._prepared.counted(answer)
         details, usage = raw(answer), answer.usage
-        reasons = "".join(f"; {reason}" for reason in dict.fromkeys(miss.reason for miss in usage.misses))
-        logger.info(
-            "%d of %d prompt tokens came from packets of %d chunks; %d chunks missed%s",
-            usage.packet_tokens,
-            usage.prompt_tokens,
-            usage.chunks_reused,
-            len(usage.misses),
-            reasons,
-        )
-        if reasons and not usage.chunks_reused and not self._prepared.encoded:
-            self._llm.warn_once(f"no chunk of a prompt was reused{reasons}; llm.last_usage tells of each call")
+        logger.info("%s", usage.sentence)
+        if usage.misses and not usage.chunks_reused and not self._prepared.encoded:
+            reasons = "; ".join(dict.fromkeys(miss.reason for miss in usage.misses))
+            self._llm.warn_once(f"no chunk of a prompt was reused; {reasons}; llm.last_usage tells of each call")
         self._llm.note(details["usage"])
         return details

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 from llama_index.core.bridge.pydantic import PrivateAttr
@@ -13,7 +15,7 @@ from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index_instrumentation import get_dispatcher
 
-from kvpacket_rag.learner import Advice
+from kvpacket_rag.learner import Advice, as_python, as_python_beside_quotes
 
 _KEPT_NODES = 1024  # and those that were found last, however many they are
 
@@ -21,16 +23,6 @@ ESCAPED = (
     "the prompt holds it with its line breaks and quotes escaped, as LlamaIndex's simple_summarize writes it; use "
     "KVPacketSynthesizer(response_mode='simple_summarize')"
 )
-
-
-def _as_python(text: str) -> str:
-    """As Python writes a text in a list."""
-    return repr(text)[1:-1]
-
-
-def _as_python_beside_quotes(text: str) -> str:
-    """The same if there are both kinds of quotes around it, such as in metadata."""
-    return repr(f"{text}'\"")[1:-4]
 
 
 ADVICE = Advice(
@@ -42,12 +34,15 @@ ADVICE = Advice(
         "the prompt holds a part of it alone, for LlamaIndex cut it to fit the window; set Settings.prompt_helper = "
         "BoundaryPromptHelper.from_llm(llm), or make smaller chunks"
     ),
-    rewritten=tuple((rewrite, ESCAPED) for rewrite in (_as_python, _as_python_beside_quotes)),
+    rewritten=tuple((rewrite, ESCAPED) for rewrite in (as_python, as_python_beside_quotes)),
 )
 
 
 class RetrievedNodes(BaseEventHandler):
-    """Listens to every retriever of this process and keeps what was found last, whole."""
+    """Listens to every retriever of this process and keeps what was found last, whole.
+
+    What the thread or task that asks a model retrieved last was found for its prompt; what others did may stand in it.
+    """
 
     _found: deque[list[BaseNode]] = PrivateAttr(default_factory=deque)  # what each retrieval found, oldest first
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
@@ -60,8 +55,10 @@ class RetrievedNodes(BaseEventHandler):
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         """Note what a retriever found."""
         if isinstance(event, RetrievalEndEvent):
+            nodes = [scored.node for scored in event.nodes]
+            _HERE.set(nodes)
             with self._lock:
-                self._found.append([scored.node for scored in event.nodes])
+                self._found.append(nodes)
                 while len(self._found) > 1 and sum(map(len, self._found)) > _KEPT_NODES:
                     self._found.popleft()
 
@@ -76,12 +73,29 @@ class RetrievedNodes(BaseEventHandler):
         """Texts of the nodes as they are now: post-processors may have replaced some."""
         with self._lock:
             nodes = [node for found in self._found for node in found]
-        return list(dict.fromkeys(node.get_content(MetadataMode.NONE) for node in nodes))
+        return _texts(nodes)
+
+    def here(self) -> list[str]:
+        """Texts of the nodes that the current thread or task retrieved last."""
+        return _texts(_HERE.get())
+
+    def forget(self, texts: Iterable[str]) -> None:
+        """Nodes of these texts were deleted, and get no packets any more."""
+        gone = {text.strip() for text in texts}
+        with self._lock:
+            for nodes in (*self._found, _HERE.get()):
+                nodes[:] = [node for node in nodes if node.get_content(MetadataMode.NONE).strip() not in gone]
 
     def clear(self) -> None:
         """Forget them."""
+        _HERE.set([])
         with self._lock:
             self._found.clear()
 
 
+def _texts(nodes: Iterable[BaseNode]) -> list[str]:
+    return list(dict.fromkeys(node.get_content(MetadataMode.NONE) for node in nodes))
+
+
+_HERE: ContextVar[list[BaseNode]] = ContextVar("kvpacket_retrieved_nodes", default=[])  # noqa: B039 - replaced whole
 RETRIEVED = RetrievedNodes()
