@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/kvpacket demo
 
 test: $(READY)
-	$(BIN)/python -m pytest
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -29,7 +29,7 @@ types: $(READY)
 check: lint types test
 
 bench: $(READY)
-	$(BIN)/python benchmarks/serving.py
+	$(BIN)/kvpacket bench
 	$(BIN)/python benchmarks/memory.py
 
 clean:

@@ -2,7 +2,8 @@
 
 Arrays are one-dimensional and strides are numbers, for only then does the compiler know that
 channels lie side by side and turns eight or sixteen pairs at once. For the same reason the two
-channels of a pair are written by two loops where they lie apart: fewer arrays are told apart faster.
+channels of a pair are written by two loops where they lie apart: fewer arrays are told apart faster. And
+for it the walk over tokens stands here once for each layout: shared by both, it ran at a third of the speed.
 """
 
 from __future__ import annotations
