@@ -42,46 +42,32 @@ _LLAMA_ROPE = {
 }
 
 
-def _llama_8b() -> PretrainedConfig:
-    return LlamaConfig(
-        vocab_size=128256,
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_hidden_layers=32,
-        head_dim=128,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=131072,
-        rope_parameters=_LLAMA_ROPE,
-    )
-
-
-def _qwen_4b() -> PretrainedConfig:
-    return Qwen3Config(
-        vocab_size=151936,
-        hidden_size=2560,
-        intermediate_size=9728,
-        num_hidden_layers=36,
-        head_dim=128,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-    )
-
-
-def _tiny() -> PretrainedConfig:
-    return LlamaConfig(vocab_size=500, hidden_size=64, intermediate_size=128, num_hidden_layers=2, head_dim=16)
-
-
-SHAPES = {"llama-3.1-8b": _llama_8b, "qwen3-4b": _qwen_4b, "tiny": _tiny}
+# kind of model, and the sizes of the named one
+SHAPES: dict[str, tuple[type[PretrainedConfig], dict[str, Any]]] = {
+    "llama-3.1-8b": (
+        LlamaConfig,
+        {"vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336, "num_hidden_layers": 32}
+        | {"max_position_embeddings": 131072, "rope_parameters": _LLAMA_ROPE},
+    ),
+    "qwen3-4b": (
+        Qwen3Config,
+        {"vocab_size": 151936, "hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36}
+        | {"max_position_embeddings": 40960, "tie_word_embeddings": True},
+    ),
+    "tiny": (
+        LlamaConfig,
+        {"vocab_size": 500, "hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "head_dim": 16},
+    ),
+}
+_HEADS = {"num_attention_heads": 32, "num_key_value_heads": 8, "head_dim": 128}  # of all but the tiny one
 
 
 def load(name: str, device: torch.device, tokenizer: PreTrainedTokenizerBase) -> Backbone:
     """A model of that shape with random weights, in bfloat16."""
+    kind, sizes = SHAPES[name]
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(SHAPES[name](), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(kind(**_HEADS | sizes), dtype=torch.bfloat16)
     return Backbone(model, tokenizer, name)
 
 

@@ -122,10 +122,10 @@ def _encode(engine: KVPacketEngine, texts: Sequence[str], lengths: Sequence[int]
 
 
 def _ask(engine: KVPacketEngine, texts: Sequence[str], hits: int) -> tuple[float, float]:
-    """Seconds to the first token from packets and by full prefill, each for other chunks in every round."""
+    """Seconds to the first token from packets and by full prefill, each with another chunk first in every round."""
     times: dict[Policy, list[float]] = {"packets": [], "prefill": []}
     for number in range(_ROUNDS + 1):
-        shown = [texts[(number * hits + place) % len(texts)] for place in range(hits)]
+        shown = [texts[(number + place) % len(texts)] for place in range(hits)]  # another first: none is gone on with
         prompt = PIPELINE_STYLE.messages(shown, f"{_QUESTION} ({number})")
         for policy, seconds in times.items():
             answer = engine.generate(prompt, GenerationSettings(max_new_tokens=1), policy=policy)

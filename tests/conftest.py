@@ -33,9 +33,10 @@ CHUNKS = [
 
 @pytest.fixture(autouse=True)
 def _no_documents_of_other_tests() -> None:
-    """What LangChain's retrievers found is known to the whole process."""
-    if module := sys.modules.get("langchain_kvpacket.retrieved"):
-        module.RETRIEVED.clear()
+    """What retrievers of the frameworks found is known to the whole process."""
+    for framework in ("langchain", "llama_index"):
+        if module := sys.modules.get(f"{framework}_kvpacket.retrieved"):
+            module.RETRIEVED.clear()
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,7 @@ import sys
 import traceback
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 Step = Callable[[str], None]
 
@@ -70,29 +70,20 @@ class _HalfFile:
 
 def killed_at(number: int, work: Callable[[], None]) -> bool:
     """Run ``work`` in a process that is killed before its step of that number; False if it ended before."""
+    left = [number]
+
+    def step(_: str) -> None:
+        left[0] -= 1
+        if left[0] < 0:
+            os.kill(os.getpid(), signal.SIGKILL)
+
     child = os.fork()
-    if child:
-        status = os.waitpid(child, 0)[1]
-        if os.WIFEXITED(status) and os.WEXITSTATUS(status):
-            raise RuntimeError(f"the work failed before step {number}")
-        return os.WIFSIGNALED(status)
-    code = 1
-    try:
-        left = [number]
-
-        def step(_: str) -> None:
-            left[0] -= 1
-            if left[0] < 0:
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        watch(step)
-        work()
-        code = 0
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        sys.stderr.flush()
-        os._exit(code)
+    if not child:
+        _work_and_exit(work, step)
+    status = os.waitpid(child, 0)[1]
+    if os.WIFEXITED(status) and os.WEXITSTATUS(status):
+        raise RuntimeError(f"the work failed before step {number}")
+    return os.WIFSIGNALED(status)
 
 
 def failing_at(number: int, work: Callable[[], None]) -> bool:
@@ -101,29 +92,33 @@ def failing_at(number: int, work: Callable[[], None]) -> bool:
     Statements are SQLite's own and do not fail. False if the work ended before that step.
     """
     read, write = os.pipe()
+    left, kinds = [number], set[str]()
+
+    def step(kind: str) -> None:
+        if kind == "statement":
+            return
+        left[0] -= 1
+        if left[0] < 0 and not kinds:
+            kinds.add(kind)
+            os.write(write, b"met")
+        if kind in kinds:
+            raise OSError(errno.EIO, "the disk fails")
+
     child = os.fork()
-    if child:
-        os.close(write)
-        with os.fdopen(read) as pipe:
-            met = pipe.read()
-        status = os.waitpid(child, 0)[1]
-        if status:
-            raise RuntimeError(f"the work failed otherwise at step {number}")
-        return met == "met"
+    if not child:
+        _work_and_exit(work, step)
+    os.close(write)
+    with os.fdopen(read) as pipe:
+        met = pipe.read()
+    if os.waitpid(child, 0)[1]:
+        raise RuntimeError(f"the work failed otherwise at step {number}")
+    return met == "met"
+
+
+def _work_and_exit(work: Callable[[], None], step: Step) -> NoReturn:
+    """Do it in this process, which ends with it: 0 if it ended well, 1 after an error, which is printed."""
     code = 1
     try:
-        left, kinds = [number], set[str]()
-
-        def step(kind: str) -> None:
-            if kind == "statement":
-                return
-            left[0] -= 1
-            if left[0] < 0 and not kinds:
-                kinds.add(kind)
-                os.write(write, b"met")
-            if kind in kinds:
-                raise OSError(errno.EIO, "the disk fails")
-
         watch(step)
         work()
         code = 0

@@ -13,7 +13,6 @@ import pytest
 import torch
 from llama_index.core import Settings
 from llama_index_kvpacket import KVPacketLLM
-from llama_index_kvpacket.retrieved import RETRIEVED
 from llama_index_samples import no_stray_loop  # noqa: F401
 
 from kvpacket_rag import AnswerStream, Backbone, KVPacketEngine
@@ -31,7 +30,6 @@ def _settings_are_put_back() -> Iterator[None]:
     names = ("_llm", "_embed_model", "_node_parser", "_prompt_helper", "_transformations")
     before = {name: getattr(Settings, name) for name in names}
     tokenizer = llama_index.core.global_tokenizer
-    RETRIEVED.clear()
     yield
     for name, value in before.items():
         setattr(Settings, name, value)

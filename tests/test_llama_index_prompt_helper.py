@@ -16,7 +16,6 @@ from llama_index.core.prompts import PromptTemplate
 from llama_index.core.prompts.default_prompt_selectors import DEFAULT_REFINE_PROMPT_SEL, DEFAULT_TEXT_QA_PROMPT_SEL
 from llama_index_kvpacket import BoundaryPromptHelper, KVPacketLLM, KVPacketSynthesizer, KVPacketVectorStore
 from llama_index_kvpacket.prompt_helper import Packed, prompt_tokens
-from llama_index_kvpacket.retrieved import RETRIEVED
 from llama_index_samples import QUESTION, index_of, no_stray_loop, node  # noqa: F401
 
 from kvpacket_rag import Backbone, ContextTooLongError, KVPacketEngine, KVPacketError, Message
@@ -30,7 +29,6 @@ QA = PromptTemplate("{context_str}\nAnswer: {query_str}").partial_format(query_s
 def _settings() -> Any:
     yield
     Settings._prompt_helper = None
-    RETRIEVED.clear()
 
 
 @pytest.fixture(scope="module")

@@ -8,17 +8,12 @@ import threading
 import pytest
 from conftest import CHUNKS
 from llama_index_kvpacket import KVPacketLLM, KVPacketVectorStore
-from llama_index_kvpacket.retrieved import ADVICE, RETRIEVED
+from llama_index_kvpacket.retrieved import ADVICE
 from llama_index_samples import QUESTION, WordEmbedding, index_of, no_stray_loop, node  # noqa: F401
 from test_llama_index_reuse import TEXT, reasons, retrieve
 
 from kvpacket_rag import KVPacketEngine, learner
 from kvpacket_rag.learner import ENCODED_NOW
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> None:
-    RETRIEVED.clear()
 
 
 @pytest.fixture

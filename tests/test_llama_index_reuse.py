@@ -20,11 +20,6 @@ from kvpacket_rag.learner import ENCODED_NOW
 TEXT = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\n{QUESTION}"
 
 
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> None:
-    RETRIEVED.clear()
-
-
 @pytest.fixture
 def llm(engine: KVPacketEngine) -> KVPacketLLM:
     return KVPacketLLM(engine=engine, max_new_tokens=4)

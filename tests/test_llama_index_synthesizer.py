@@ -14,17 +14,11 @@ from llama_index.core.response_synthesizers import ResponseMode
 from llama_index.core.schema import NodeWithScore, TextNode
 from llama_index_kvpacket import BoundaryPromptHelper, KVPacketLLM, KVPacketSynthesizer, KVPacketVectorStore
 from llama_index_kvpacket.prompt_helper import prompt_tokens
-from llama_index_kvpacket.retrieved import RETRIEVED
 from llama_index_samples import QUESTION, index_of, no_stray_loop, nodes  # noqa: F401
 
 from kvpacket_rag import ContextTooLongError, KVPacketEngine, KVPacketError, PacketMissError
 
 MODES = ["compact", "refine", "tree_summarize", "simple_summarize"]
-
-
-@pytest.fixture(autouse=True)
-def _nothing_retrieved() -> None:
-    RETRIEVED.clear()
 
 
 @pytest.fixture
