@@ -1,0 +1,1 @@
+"""Packets served over HTTP and inside other engines."""
