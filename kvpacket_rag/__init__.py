@@ -45,7 +45,7 @@ if TYPE_CHECKING:
     from kvpacket_rag.reading import Reuse
     from kvpacket_rag.shipped import find_adapter
     from kvpacket_rag.split import Splitter
-    from kvpacket_rag.store import DiskStore, KnownChunk, MemoryStore, PacketStore, TieredStore
+    from kvpacket_rag.store import DiskStore, KnownChunk, MemoryStore, PacketStore, RemoteStore, TieredStore
 
 _HOMES = {
     "adapter": ("Adapter", "import_paper_adapter"),
@@ -84,7 +84,7 @@ _HOMES = {
     "reading": ("Reuse",),
     "shipped": ("find_adapter",),
     "split": ("Splitter",),
-    "store": ("DiskStore", "KnownChunk", "MemoryStore", "PacketStore", "TieredStore"),
+    "store": ("DiskStore", "KnownChunk", "MemoryStore", "PacketStore", "RemoteStore", "TieredStore"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -128,6 +128,7 @@ __all__ = [
     "RetrievedAnswer",
     "Reuse",
     "SentenceTransformerEmbedder",
+    "RemoteStore",
     "Splitter",
     "StoreError",
     "StoreFormatError",

@@ -113,7 +113,7 @@ class PacketEncoder:
             chunks: packet id and token ids of each, as :meth:`identify` gives them.
         """
         self.backbone.check_unchanged(thorough=True)
-        for batch in self._batches(chunks):
+        for batch in self.batches(chunks):
             tensors = self._prefill([ids for _, ids in batch])
             for (name, ids), parts in zip(batch, tensors, strict=True):
                 span = len(ids) + self.adapter.stored_tokens
@@ -153,8 +153,11 @@ class PacketEncoder:
             return torch.cat([self.backbone.embed(self.sink_ids), wrapped])
         return torch.tensor([*self.sink_ids, *ids], dtype=torch.long)
 
-    def _batches(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[list[tuple[str, list[int]]]]:
-        """As many chunks as fit; one by one for a press, which would score padding and normalise over the batch."""
+    def batches(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[list[tuple[str, list[int]]]]:
+        """The chunks of each forward, long ones first: as many as fit, or one by one for a press.
+
+        It would score padding, and normalise over the batch.
+        """
         batch: list[tuple[str, list[int]]] = []
         for chunk in sorted(chunks, key=lambda c: len(c[1]), reverse=True):
             padded = len((batch or [chunk])[0][1]) + self._extra

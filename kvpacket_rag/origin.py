@@ -18,6 +18,7 @@ from kvpacket_rag.errors import PacketMismatchError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.models import resolve_model
 from kvpacket_rag.packet import PacketSignature
+from kvpacket_rag.store import DiskStore, RemoteStore, open_store
 from kvpacket_rag.shipped import is_shipped
 
 ADAPTER_FILE = "adapter.safetensors"
@@ -97,14 +98,15 @@ class Origin:
 
         Args:
             model: short name, path or hub name.
-            options: of :meth:`KVPacketEngine.load`.
+            options: of :meth:`KVPacketEngine.load`, and of :meth:`open_packets`.
             keep_adapter: ``adapter="auto"`` means the index's own, too, for that is the one that fits its packets.
         """
         options = dict(options)
         has_packets = self._index.get_setting("signature") is not None
         if has_packets and keep_adapter and isinstance(asked := options.get("adapter"), str) and asked == "auto":
             del options["adapter"]
-        chosen: dict[str, Any] = {"dtype": self._index.get_setting("dtype") or "auto"}
+        store = self.open_packets(options.pop("remote", None), options.pop("cache_bytes", None))
+        chosen: dict[str, Any] = {"store": store, "dtype": self._index.get_setting("dtype") or "auto"}
         if "adapter" not in options and has_packets:
             chosen["adapter"] = None
             if sink := self._index.get_setting("sink"):
@@ -116,7 +118,20 @@ class Origin:
         model = model or self._index.get_setting("model") or _DEFAULT_MODEL
         if resolve_model(model) == (folder := Path(model).expanduser()):
             model = str(folder.absolute())  # to be found from any working folder later
-        return KVPacketEngine.load(model, store=self._folder, **(chosen | options))
+        try:
+            return KVPacketEngine.load(model, **(chosen | options))
+        except BaseException:
+            store.close()
+            raise
+
+    def open_packets(self, remote: str | None = None, cache_bytes: int | None = None) -> DiskStore | RemoteStore:
+        """The packets of the index: in its folder, or in the object store that it was built with.
+
+        Args:
+            remote: URL of an object store for an index that has none yet.
+            cache_bytes: cap on the packets that lie in the folder.
+        """
+        return open_store(self._folder, remote or self._index.get_setting("remote"), cache_bytes)
 
     def check(self, engine: KVPacketEngine, embedder: str, reencode: bool) -> bool:
         """Whether the packets have to be made anew, which is only said if ``reencode`` allows it.
@@ -164,6 +179,7 @@ class Origin:
             "adapter": digest,
             "sink": sink,
             "compress": str(reduction.compression or ""),
+            "remote": engine.store.url if isinstance(engine.store, RemoteStore) else "",
             "quantize": reduction.scheme.name if reduction.scheme else "",
         }
 

@@ -18,7 +18,7 @@ from kvpacket_rag.documents import Document
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.pipeline import KVPacketRAG
-from kvpacket_rag.store import DiskStore
+from kvpacket_rag.store import DiskStore, PacketStore
 
 LEASE = "Ada Marlow signed the lease of the harbour office in March 2021 for a term of seven years."
 NEW_LEASE = "Bo Lindqvist signed the lease of the harbour office in June 2024 for a term of three years."
@@ -68,7 +68,7 @@ def loader(backbone: Backbone, **backbones: Backbone) -> Callable[..., KVPacketE
     def load(
         model: str,
         *,
-        store: Path | None = None,
+        store: PacketStore | Path | None = None,
         adapter: Any = None,
         sink: int | None = None,
         device: str = "auto",
@@ -80,8 +80,8 @@ def loader(backbone: Backbone, **backbones: Backbone) -> Callable[..., KVPacketE
         chosen.name = model
         if isinstance(adapter, str | Path):
             adapter = None if adapter == "auto" else Adapter.load(adapter)
-        folder = DiskStore(store) if store else None
-        return KVPacketEngine(chosen, folder, adapter, sink or 0, 4, Reduction.of(compress, quantize))
+        kept = DiskStore(store) if isinstance(store, Path) else store
+        return KVPacketEngine(chosen, kept, adapter, sink or 0, 4, Reduction.of(compress, quantize))
 
     return load
 

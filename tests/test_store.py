@@ -1,4 +1,4 @@
-"""What every packet store promises, on disk and in memory."""
+"""What every packet store promises, on disk, in memory and in an object store."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from remote_samples import REMOTE_KINDS, open_remote
 
 from kvpacket_rag.errors import PacketError, PacketMismatchError, PacketNotFoundError, StoreError, StoreFullError
 from kvpacket_rag.packet import Packet, PacketSignature, packet_id
-from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
+from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore, RemoteStore
 from kvpacket_rag.store.packet_file import packet_parts
 
 SIGNATURE = PacketSignature(weights="w" * 64, tokenizer="t" * 64, adapter="none", rope="r" * 64, dtype="float32")
@@ -42,28 +43,41 @@ def stored_bytes(kind: str, packet: Packet) -> int:
 
 def open_store(kind: str, folder: Path, room: int | None = None) -> PacketStore:
     """A store with room for that many packets of :func:`make_packet`, or for any number."""
+    if kind not in ("disk", "memory"):
+        return open_remote(kind, folder)
     max_bytes = None if room is None else room * stored_bytes(kind, make_packet(0))
     return DiskStore(folder / "store", max_bytes) if kind == "disk" else MemoryStore(max_bytes)
 
 
 @pytest.fixture(autouse=True)
 def closing(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Close every store on disk that a test opened."""
-    opened: list[DiskStore] = []
-    real = DiskStore.__init__
+    """Close every store on disk that a test opened, and what runs beside it."""
+    opened: list[DiskStore | RemoteStore] = []
 
-    def remembering(self: DiskStore, *arguments: Any, **options: Any) -> None:
-        real(self, *arguments, **options)
-        opened.append(self)
+    def remember(kind: type[DiskStore] | type[RemoteStore]) -> None:
+        real = kind.__init__
 
-    monkeypatch.setattr(DiskStore, "__init__", remembering)
+        def remembering(self: Any, *arguments: Any, **options: Any) -> None:
+            real(self, *arguments, **options)
+            opened.append(self)
+
+        monkeypatch.setattr(kind, "__init__", remembering)
+
+    for each in (DiskStore, RemoteStore):
+        remember(each)
     yield
-    for store in opened:
+    for store in reversed(opened):
         store.close()
 
 
-@pytest.fixture(params=["disk", "memory"])
+@pytest.fixture(params=["disk", "memory", *REMOTE_KINDS])
 def kind(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
+
+@pytest.fixture(params=["disk", "memory"])
+def capped_kind(request: pytest.FixtureRequest) -> str:
+    """Those whose byte cap is that of all their packets."""
     return str(request.param)
 
 
@@ -73,12 +87,12 @@ def store(kind: str, tmp_path: Path) -> PacketStore:
 
 
 @pytest.fixture
-def small_store(kind: str, tmp_path: Path) -> PacketStore:
+def small_store(capped_kind: str, tmp_path: Path) -> PacketStore:
     """Room for three packets."""
-    return open_store(kind, tmp_path, room=3)
+    return open_store(capped_kind, tmp_path, room=3)
 
 
-def test_both_stores_follow_the_protocol(store: PacketStore) -> None:
+def test_every_store_follows_the_protocol(store: PacketStore) -> None:
     assert isinstance(store, PacketStore)
 
 
@@ -195,8 +209,8 @@ def test_the_revision_changes_with_the_known_texts_only(store: PacketStore) -> N
     assert len(set(revisions)) == 3
 
 
-def test_the_byte_cap_holds_after_every_put(kind: str, small_store: PacketStore) -> None:
-    cap = 3 * stored_bytes(kind, make_packet(0))
+def test_the_byte_cap_holds_after_every_put(capped_kind: str, small_store: PacketStore) -> None:
+    cap = 3 * stored_bytes(capped_kind, make_packet(0))
     for seed in range(12):
         small_store.put(make_packet(seed), f"text {seed}")
         assert small_store.size_bytes <= cap and packet_id([seed], SIGNATURE) in small_store

@@ -29,11 +29,11 @@ def run(args: argparse.Namespace) -> None:
     require_index(args.index)
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import OwnerJournal, change_lock, remove_document
-    from kvpacket_rag.store import DiskStore
+    from kvpacket_rag.store import open_store
 
     with (
         closing(PacketIndex.open(args.index)) as index,
-        closing(DiskStore(args.index)) as store,
+        closing(open_store(args.index, index.get_setting("remote"))) as store,
         change_lock(args.index),
     ):
         known = [*index.documents(), *OwnerJournal(index, store).documents()]

@@ -23,7 +23,7 @@ DESCRIPTION = (
     "that trained it. Loads no model."
 )
 _COLUMNS = 100
-_SETTINGS = ("model", "dtype", "adapter", "embedder", "chunk_tokens")
+_SETTINGS = ("model", "dtype", "adapter", "embedder", "chunk_tokens", "remote")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from kvpacket_rag.progress import OnProgress
 
 INDEX_FILE = "index.sqlite"
-_ENGINE_OPTIONS = ("model", "adapter", "embedder", "device", "dtype", "compress", "quantize")
+_ENGINE_OPTIONS = ("model", "adapter", "embedder", "device", "dtype", "compress", "quantize", "remote", "cache_bytes")
 ADAPTER_FILE = "adapter.safetensors"  # of an index, and of a training run
 RUN_LOG = "log.jsonl"  # of a training run
 
@@ -79,6 +79,19 @@ def add_embedder(parser: argparse._ActionsContainer) -> None:
         metavar="NAME",
         help="embedding model; needed where another framework filled the index (default: that of the index, "
         "all-MiniLM-L6-v2 for a new one)",
+    )
+
+
+def add_remote(parser: argparse._ActionsContainer) -> None:
+    """``--remote`` and ``--cache-bytes``, of commands that may keep packets in an object store."""
+    parser.add_argument(
+        "--remote",
+        metavar="URL",
+        help="keep packets in an object store, such as s3://bucket/packets, and in the index those used last; needs "
+        "obstore (default: that of the index, none for a new one)",
+    )
+    parser.add_argument(
+        "--cache-bytes", metavar="N", type=positive, help="cap on the packets that lie in the index (default: none)"
     )
 
 

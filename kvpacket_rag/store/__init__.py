@@ -1,4 +1,4 @@
-"""Where packets rest: the protocol, a store on disk, a store in memory, and faster tiers above either."""
+"""Where packets rest: the protocol, a store on disk, in memory or in an object store, and faster tiers above."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from kvpacket_rag.store.disk import DiskStore
 from kvpacket_rag.store.memory import MemoryStore
 from kvpacket_rag.store.metrics import StoreCounts, StoreMetrics
 from kvpacket_rag.store.protocol import KnownChunk, PacketStore
+from kvpacket_rag.store.remote import RemoteStore, open_store
 from kvpacket_rag.store.tiered import TieredStore
 
 __all__ = [
@@ -14,9 +15,11 @@ __all__ = [
     "KnownChunk",
     "MemoryStore",
     "PacketStore",
+    "RemoteStore",
     "StoreCheck",
     "StoreCounts",
     "StoreMetrics",
     "StoreState",
     "TieredStore",
+    "open_store",
 ]

@@ -100,6 +100,15 @@ class CatalogueChanges:
             (*said, size_bytes, used, row_digest(*said)),
         )
 
+    def know(self, packet_id: str, signature: str, text: str, num_tokens: int, reason: str) -> None:
+        """Say that there is a packet without a file here; one that is known already stays as it is."""
+        said = packet_id, signature, text, num_tokens
+        self._connection.execute(
+            "INSERT OR IGNORE INTO packets (packet_id, signature, text, num_tokens, size_bytes, state, reason, "
+            "last_used, digest) VALUES (?, ?, ?, ?, 0, 'evicted', ?, 0, ?)",
+            (*said, reason, row_digest(*said)),
+        )
+
     def set_aside(self, packet_id: str, size_bytes: int, reason: str) -> None:
         """Say that a packet's file was damaged and lies, with the size it has now, in quarantine."""
         self._connection.execute(

@@ -51,6 +51,8 @@ class DiskStore:
 
     Raises:
         StoreFormatError: the folder holds another format version.
+        folder: where the packets lie, that of the namespace.
+        max_bytes: the cap.
         StoreError: the path is a file, or the folder cannot be created or read.
     """
 
@@ -70,6 +72,8 @@ class DiskStore:
         self._catalogue = Catalogue(self._folder.root / "packets.sqlite", self.metrics)
         self._closed = False
         try:
+        self.folder = self._folder.root
+        self.max_bytes = max_bytes
             self._reads = Reads(self._catalogue.latest_use())
             limits = Limits(max_bytes, eviction)
             self._upkeep = Upkeep(self._folder, self._catalogue, self._reads, limits, self.metrics)

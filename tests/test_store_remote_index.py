@@ -1,0 +1,87 @@
+"""An index whose packets lie in an object store: several machines, namespaces, and the command line."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+import pytest
+from cli_samples import Run, docs_fixture, kv_fixture, tiny_fixture  # noqa: F401 (fixtures)
+from pipeline_samples import documents, encoded_texts, packet_files
+
+from kvpacket_rag.decode import GenerationSettings
+from kvpacket_rag.errors import StoreError
+from kvpacket_rag.pipeline import KVPacketRAG
+
+SHORT = GenerationSettings(max_new_tokens=2)
+QUESTION = "Who signed the lease of the harbour office?"
+
+
+@pytest.fixture
+def url(tmp_path: Path) -> str:
+    return f"file://{tmp_path}/objects"
+
+
+def objects(tmp_path: Path, kind: str = "packets") -> list[Path]:
+    return [path for path in (tmp_path / "objects").rglob("*") if path.is_file() and kind in path.parts]
+
+
+def copied(folder: Path, target: Path) -> Path:
+    """The index as it is brought to another machine: all but the packets."""
+    return Path(shutil.copytree(folder, target, ignore=shutil.ignore_patterns("packets", "incoming")))
+
+
+def test_a_machine_with_a_copy_of_the_rows_answers_from_the_same_packets(tiny: None, tmp_path: Path, url: str):
+    with KVPacketRAG.open(tmp_path / "first", remote=url) as rag:
+        assert rag.add(documents()).packets_encoded == len(objects(tmp_path)) == 4
+        expected = rag.ask(QUESTION, settings=SHORT).answer
+    assert expected.usage.chunks_reused == 4
+    with KVPacketRAG.open(copied(tmp_path / "first", tmp_path / "second"), cache_bytes=50_000) as rag:
+        seen = encoded_texts(rag)
+        for _ in range(2):
+            answer = rag.ask(QUESTION, settings=SHORT).answer
+            assert (answer.text, answer.usage.chunks_reused) == (expected.text, 4)
+        assert seen == [] and 0 < rag.engine.store.tiers["disk"].size_bytes <= 50_000
+
+
+def test_an_index_on_disk_is_moved_into_the_object_store(tiny: None, tmp_path: Path, url: str):
+    with KVPacketRAG.open(tmp_path / "index") as rag:
+        rag.add(documents())
+    with KVPacketRAG.open(tmp_path / "index", remote=url) as rag:
+        seen = encoded_texts(rag)
+        assert rag.add(documents()).unchanged == 4 and seen == []
+        assert packet_files(tmp_path / "index") == {path.stem for path in objects(tmp_path)} != set()
+        rag.delete("d0")
+        assert len(objects(tmp_path)) == 3
+    with pytest.raises(StoreError, match="name another folder"):
+        KVPacketRAG.open(tmp_path / "index", remote=f"file://{tmp_path}/elsewhere")
+
+
+def test_namespaces_lie_apart_in_the_object_store(tiny: None, tmp_path: Path, url: str):
+    for name in ("ann", "bob"):
+        with KVPacketRAG.open(tmp_path / "index", remote=url, namespace=name) as rag:
+            assert rag.add(documents()).packets_encoded == 4
+        with KVPacketRAG.open(tmp_path / "index", namespace=name) as rag:
+            assert rag.engine.store.url.startswith(f"{url}/namespaces/{name}-")
+    assert len(objects(tmp_path)) == 8
+
+
+def test_the_command_line_ingests_asks_and_deletes(kv: Run, docs: Path, tmp_path: Path, url: str):
+    index = tmp_path / "index"
+    assert kv("ingest", docs, "--index", index, "--remote", url, "--cache-bytes", 10**6)[0] == 0
+    assert len(objects(tmp_path)) == 4
+    other = copied(index, tmp_path / "other")
+    code, out, _ = kv("ask", QUESTION, "--index", other, "--max-new-tokens", 2)
+    assert code == 0 and "4 chunks" in out
+    assert kv("delete", docs / "0.txt", "--index", index)[0] == 0
+    assert len(objects(tmp_path)) == len(objects(tmp_path, "chunks")) == len(objects(tmp_path, "owned")) == 3
+    assert url in kv("inspect", index)[1]
+
+
+def test_without_the_object_store_answers_come_from_text_and_say_so(tiny: None, tmp_path: Path, url: str):
+    with KVPacketRAG.open(tmp_path / "first", remote=url) as rag:
+        rag.add(documents())
+    with KVPacketRAG.open(copied(tmp_path / "first", tmp_path / "second")) as rag:
+        shutil.rmtree(tmp_path / "objects")
+        answer = rag.ask(QUESTION, settings=SHORT).answer
+        assert answer.usage.chunks_reused == 0 and len(answer.usage.misses) == 4
