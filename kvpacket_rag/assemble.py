@@ -100,6 +100,15 @@ class Context:
                 realign_into(target, _bring(stored, target.device), group.rotation, place.position)
         return place
 
+    def row(self, number: int, start: int) -> Context:
+        """One row as an empty context of its own, over the same memory from slot ``start`` on.
+
+        The slots before it are zeroed: what a mask hides is multiplied by zero all the same, so it has to be finite.
+        """
+        for buffer in self.buffers:
+            buffer[:, number, :, :start].zero_()
+        return Context(self.plan, tuple(buffer[:, number : number + 1, :, start:] for buffer in self.buffers))
+
     def extract(self, place: Span, row: int = 0) -> tuple[Tensor, ...]:
         """Copies of what the slots of ``place`` hold: one tensor a group, (layers, heads, tokens, width)."""
         stop = place.slot + place.num_tokens
@@ -160,6 +169,11 @@ class ContextPool:
     max_idle: int = 2
     _idle: list[Context] = field(default_factory=list)  # last used first
     _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def slot_bytes(self) -> int:
+        """Bytes a slot of a context takes."""
+        return sum(len(g.layers) * g.heads * g.width for g in self.plan.groups) * self.dtype.itemsize
 
     def take(self, num_slots: int, batch: int = 1) -> Context:
         """An empty context with at least ``num_slots`` slots; bring it back with :meth:`give_back`."""

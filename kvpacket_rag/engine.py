@@ -2,44 +2,31 @@
 
 from __future__ import annotations
 
-import logging
-import math
-import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property
 from pathlib import Path
 from typing import Any, Self
 
 from kvpacket_rag.adapter import Adapter
-from kvpacket_rag.answer import Answer, AnswerStream
+from kvpacket_rag.answering import Answering
 from kvpacket_rag.backbone import Backbone
-from kvpacket_rag.break_even import measure_break_even
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.compress.compression import Compression
 from kvpacket_rag.compress.reduction import UNREDUCED, Reduction
 from kvpacket_rag.compress.scheme import Scheme
-from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import AdapterError, PromptError
+from kvpacket_rag.errors import AdapterError
 from kvpacket_rag.hardware import pick_device, pick_dtype
-from kvpacket_rag.learner import ChunkLearner
 from kvpacket_rag.models import load_model
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.packet_writer import PacketWriter
-from kvpacket_rag.prefill import Prefiller
 from kvpacket_rag.reading import Policy as Policy
-from kvpacket_rag.reading import Prompt, PromptReader, Reuse, Way
 from kvpacket_rag.shipped import check_adapter, find_adapter
-from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
-from kvpacket_rag.writing import Task, write_answer
-
-logger = logging.getLogger(__name__)
+from kvpacket_rag.store import MemoryStore, PacketStore, open_store
 
 _SINK = 1  # see benchmarks/sink.py
 
 
-class KVPacketEngine:
+class KVPacketEngine(Answering):
     """Encodes chunks into packets and answers prompts from them.
 
     Safe to use from many threads: each request owns its context, and a lock is held for single
@@ -68,17 +55,13 @@ class KVPacketEngine:
         min_match_tokens: int = MIN_MATCH_TOKENS,
         reduction: Reduction = UNREDUCED,
     ) -> None:
-        self.backbone = backbone
-        self.store: PacketStore = store if store is not None else MemoryStore()
-        self.min_match_tokens = min_match_tokens
         adapter = Adapter.empty(backbone.hidden_size) if adapter is None else adapter
         if not isinstance(adapter, Adapter):
             raise AdapterError(f"adapter is a {type(adapter).__name__}; pass an Adapter, such as Adapter.load(file)")
         check_adapter(adapter, backbone)
-        self.encoder = PacketEncoder(backbone, adapter, sink, reduction=reduction)
-        self._writer = PacketWriter(self.encoder, self.store)
-        self._prefiller = Prefiller(backbone, self.encoder, self.store)
-        self._reader = PromptReader(backbone, self.store, self.encoder.signature, min_match_tokens)
+        encoder = PacketEncoder(backbone, adapter, sink, reduction=reduction)
+        super().__init__(encoder, MemoryStore() if store is None else store, min_match_tokens)
+        self.writer = PacketWriter(encoder, self.store)
 
     @classmethod
     def load(
@@ -100,7 +83,8 @@ class KVPacketEngine:
 
         Args:
             model: such as ``"smollm2-135m-instruct"``.
-            store: a store, a folder for one on disk, or None for memory.
+            store: a store, a folder for one on disk, a URL such as ``s3://bucket/packets`` (see
+                :class:`~kvpacket_rag.store.RemoteStore`), or None for memory.
             adapter: an adapter or its file; ``"auto"`` for the one that ships for these weights, if there is
                 one; None for bare chunks.
             sink: tokens read before every chunk and left out of its packet; None for as many as help
@@ -145,7 +129,7 @@ class KVPacketEngine:
             AdapterError: the adapter does not fit, or is of another model.
         """
         if isinstance(store, str | Path):
-            store = DiskStore(store)
+            store = open_store(store)
         if isinstance(adapter, str | Path):
             adapter = find_adapter(backbone) if str(adapter) == "auto" else Adapter.load(adapter)
         if sink is None:
@@ -172,14 +156,6 @@ class KVPacketEngine:
         """What a packet must carry to be read here."""
         return self.encoder.signature
 
-    def token_ids(self, text: str) -> list[int]:
-        """Tokens of a text by the model's own tokenizer, without special tokens."""
-        return self.backbone.token_ids(text)
-
-    def count_tokens(self, text: str) -> int:
-        """How many they are."""
-        return len(self.token_ids(text))
-
     def encode(
         self,
         texts: Sequence[str],
@@ -200,97 +176,11 @@ class KVPacketEngine:
             DocumentError: a text is empty or longer than the model's window; nothing was encoded.
             StoreFullError: no room; what was stored before stays.
         """
-        return self._writer.write_missing(texts, owners, progress)
+        return self.writer.write_missing(texts, owners, progress)
 
     def drop_owners(self, owners: Iterable[str]) -> list[str]:
         """Forget owners; delete and return the packets that have none left."""
         return self.store.drop_owners(owners)
-
-    def generate(
-        self,
-        prompt: Prompt,
-        settings: GenerationSettings | None = None,
-        *,
-        policy: Policy = "packets",
-        template_kwargs: Mapping[str, Any] | None = None,
-        reuse: Reuse | None = None,
-    ) -> Answer:
-        """Answer a prompt; see :meth:`stream`."""
-        return self.stream(prompt, settings, policy=policy, template_kwargs=template_kwargs, reuse=reuse).read_all()
-
-    def stream(
-        self,
-        prompt: Prompt,
-        settings: GenerationSettings | None = None,
-        *,
-        policy: Policy = "packets",
-        template_kwargs: Mapping[str, Any] | None = None,
-        reuse: Reuse | None = None,
-    ) -> AnswerStream:
-        """Answer a prompt piece by piece.
-
-        Args:
-            prompt: chat messages, rendered by the model's own template; or a final text, which gets
-                the model's beginning-of-sequence token once. Chunks the store knows are found in it.
-            settings: how to decode; greedy by default.
-            policy: ``"packets"`` reuses what is stored; ``"prefill"`` reads the same text in full; ``"auto"`` takes
-                the quicker of the two, see :attr:`break_even_tokens`, and the answer says which.
-            template_kwargs: passed on to the chat template.
-            reuse: which chunks may come from packets and what a miss does; all known ones and nothing by default.
-
-        Raises:
-            PromptError: the prompt is empty, its messages are malformed, or the policy is unknown.
-            PacketMissError: a chunk cannot be reused, and ``reuse`` wants that to be an error.
-            ContextTooLongError: prompt and answer exceed the window; nothing was computed.
-        """
-        shortest = self._shortest(policy)
-        started = time.perf_counter()
-        settings = GenerationSettings() if settings is None else settings
-        reuse = Reuse() if reuse is None else reuse
-        for name, value, kind in (("settings", settings, GenerationSettings), ("reuse", reuse, Reuse)):
-            if not isinstance(value, kind):
-                raise PromptError(f"{name} is a {type(value).__name__}; pass {kind.__name__}(...) or None")
-        self.backbone.check_unchanged()
-        parts, misses = self._reader.read(prompt, template_kwargs, reuse)
-        way: Way = "packets"
-        misses = () if policy == "prefill" else misses
-        if sum(part.num_tokens for part in parts if part.packet_id) < shortest:
-            way, parts = "prefill", [replace(part, packet_id=None) for part in parts]
-        reuse.act_on(misses)
-        self._prefiller.check_length(parts, settings.max_new_tokens)
-        task = Task(parts, misses, settings, reuse, way, time.perf_counter() - started)
-        return AnswerStream(write_answer(self.backbone, self._prefiller, task))
-
-    def _shortest(self, policy: Policy) -> float:
-        """Tokens of chunks below which a prompt is read in full; may measure, which is no time of a request's own."""
-        match policy:
-            case "packets":
-                return 0
-            case "prefill":
-                return math.inf
-            case "auto":
-                return self.break_even_tokens
-        raise PromptError(f"policy is {policy!r}, expected 'packets', 'prefill' or 'auto'")
-
-    def may_reuse(self, text: str, policy: Policy) -> bool:
-        """Whether a prompt of this text is long enough for packets, so that it pays to make some."""
-        shortest = self._shortest(policy)
-        return not shortest or shortest <= self.count_tokens(text)
-
-    @cached_property
-    def learner(self) -> ChunkLearner:
-        """Sees to the packets of what frameworks retrieved; one for all that share the engine."""
-        return ChunkLearner(self.encoder, self.store, self._reader, self.min_match_tokens)
-
-    @cached_property
-    def break_even_tokens(self) -> int:
-        """Tokens of chunks from which packets give the first token sooner than full prefill.
-
-        Measured when ``policy="auto"`` first asks for it, which takes a second or more; or set it yourself.
-        """
-        found = measure_break_even(self.backbone, self.encoder, on_disk=not isinstance(self.store, MemoryStore))
-        logger.info("packets of %s are quicker than full prefill from %d tokens on", self.model_name, found)
-        return found
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # it is shared, by copies too

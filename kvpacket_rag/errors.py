@@ -14,6 +14,7 @@ KVPacketError
 ├── StoreError                 a store or index cannot be opened, read or written
 │   ├── StoreFormatError       it was written in a format this version does not read
 │   └── StoreFullError         no room is left for another packet
+├── DeviceError                memory ran out, or a device cannot be used any more
 ├── DocumentError              a document cannot be read or cut into chunks
 ├── DatasetError               a data set is malformed or unknown
 ├── TrainingError              an adapter cannot be trained as asked, or its training went wrong
@@ -44,7 +45,15 @@ class PromptError(KVPacketError):
 
 
 class ContextTooLongError(PromptError):
-    """Prompt, packets and requested answer exceed the model's window."""
+    """Prompt, packets and requested answer exceed the model's window.
+
+    Attributes:
+        room: tokens that an answer to this prompt may have; 0 where that is not known, or none.
+    """
+
+    def __init__(self, message: str, room: int = 0) -> None:
+        super().__init__(message)
+        self.room = max(room, 0)
 
 
 class PacketError(KVPacketError):
@@ -77,6 +86,10 @@ class StoreFormatError(StoreError):
 
 class StoreFullError(StoreError):
     """No room is left for another packet, on the disk or under the byte cap."""
+
+
+class DeviceError(KVPacketError):
+    """The memory of the host or of a device ran out, or the device cannot be used any more."""
 
 
 class DocumentError(KVPacketError):

@@ -8,29 +8,29 @@ wrong answer.
 from __future__ import annotations
 
 import logging
-import threading
 import time
-from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from kvpacket_rag.answer import Miss
 from kvpacket_rag.assemble import Context, Filled, Key, Span
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.device_errors import is_out_of_memory
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import ContextTooLongError, PacketError, PromptError, StoreError
-from kvpacket_rag.packet import Packet, packet_id
-from kvpacket_rag.parts import Part, absorb
+from kvpacket_rag.errors import ContextTooLongError, DeviceError, PromptError
+from kvpacket_rag.loading import Loaded, PacketLoader, ids_of
+from kvpacket_rag.parts import Part
+from kvpacket_rag.preamble import Preambles
 from kvpacket_rag.runner import BoundContext
 from kvpacket_rag.store import PacketStore
 
 logger = logging.getLogger(__name__)
 
-_MAX_PREAMBLES = 16
-_MAX_PREAMBLE_BYTES = 128 * 2**20
-_ENDS_WITH_CHUNK = "the prompt ends with this chunk, so it had to be read for the next token"
+_NO_ROOM = "memory ran out while its packet was laid out, so its text was read instead"
+_PIECE = 256  # tokens of a forward where memory is short
 
 
 @dataclass(slots=True)
@@ -56,17 +56,6 @@ class Prefilled:
     assemble_seconds: float
 
 
-@dataclass(slots=True)
-class _Loading:
-    """What loading has counted so far."""
-
-    misses: list[Miss] = field(default_factory=list)
-    packet_tokens: int = 0
-    preamble_tokens: int = 0
-    encoded_tokens: int = 0
-    reused: list[str] = field(default_factory=list)
-
-
 class Prefiller:
     """Fills contexts for one engine.
 
@@ -74,14 +63,21 @@ class Prefiller:
         backbone: the model.
         encoder: makes the packets that are missing.
         store: keeps them.
+
+    Attributes:
+        loader: gets the packets.
     """
 
     def __init__(self, backbone: Backbone, encoder: PacketEncoder, store: PacketStore) -> None:
         self._backbone = backbone
         self._encoder = encoder
-        self._store = store
-        self._preambles: OrderedDict[tuple[int, ...], Packet] = OrderedDict()
-        self._lock = threading.Lock()
+        self.loader = PacketLoader(encoder, store)
+        self._preambles = Preambles(encoder.signature)
+
+    def num_positions(self, parts: Sequence[Part]) -> int:
+        """Positions a prompt takes, soft tokens of its packets included; the slots it takes are no more."""
+        soft = self._encoder.adapter.stored_tokens * sum(part.packet_id is not None for part in parts)
+        return soft + sum(part.num_tokens for part in parts)
 
     def check_length(self, parts: Sequence[Part], max_new_tokens: int) -> None:
         """Refuse what cannot fit, before any work.
@@ -90,8 +86,8 @@ class Prefiller:
             PromptError: there is nothing to read.
             ContextTooLongError: prompt and answer take more positions than the model has.
         """
-        soft = self._encoder.adapter.stored_tokens * sum(part.packet_id is not None for part in parts)
-        prompt = sum(part.num_tokens for part in parts) + soft
+        prompt = self.num_positions(parts)
+        soft = prompt - sum(part.num_tokens for part in parts)
         window = self._backbone.context_window
         if not parts:
             raise PromptError("the prompt is empty; expected at least one token of text")
@@ -99,61 +95,112 @@ class Prefiller:
             raise ContextTooLongError(
                 f"the prompt takes {prompt} positions ({soft} of them soft tokens) and the answer may take "
                 f"{max_new_tokens}, together more than the {window} of {self._backbone.name}; "
-                "retrieve fewer or shorter chunks, or lower max_new_tokens"
+                "retrieve fewer or shorter chunks, or lower max_new_tokens",
+                room=window - prompt,
             )
-
-    def ids(self, part: Part) -> list[int]:
-        """Tokens of a part, which keeps them; a chunk is tokenised as it was for its packet."""
-        if part.ids is None:
-            part.ids = self._backbone.token_ids(part.text)
-        return part.ids
 
     def all_ids(self, parts: Sequence[Part]) -> list[int]:
         """Tokens of the whole prompt, chunks included."""
-        return [token for part in parts for token in self.ids(part)]
+        return [token for part in parts for token in ids_of(self._backbone, part)]
 
     def run(self, parts: Sequence[Part], max_new_tokens: int) -> Prefilled:
         """Load, assemble, prefill.
 
+        Where memory runs out, what is kept for later prompts is let go of, and packets and text go through memory in
+        smaller pieces. Where that is not enough, chunks are read from their text, which counts as misses.
+
         Args:
             parts: of the prompt; those with a packet id are taken from packets.
             max_new_tokens: room to leave for the answer.
+
+        Raises:
+            DeviceError: there is no room for the context.
         """
-        started = time.perf_counter()
-        count = _Loading()
-        with self._store.hold([part.packet_id for part in parts if part.packet_id]):
-            ready = self._load(parts, count)
-            if self._encoder.adapter.absorbs:
-                ready = absorb(ready)
-            loaded = time.perf_counter()
-            preamble = self._new_preamble(ready)
-            context = self._take(ready, max_new_tokens)
+        names = [part.packet_id for part in parts if part.packet_id]
+        with self.loader.holding(parts):
+            found = self._try(parts, max_new_tokens)
+            if found is None:
+                self.free()
+                found = self._try(parts, max_new_tokens, sparing=True)
+            if found is None and names:
+                text = [replace(part, packet_id=None) for part in parts]
+                found = self._try(text, max_new_tokens, sparing=True)
+                if found is not None:
+                    found.misses += tuple(Miss(name, _NO_ROOM) for name in names)
+        if found is None:
+            self.free()
+            tokens = self.num_positions(parts) + max_new_tokens
+            raise DeviceError(
+                f"the memory of {self._backbone.device} has no room for a prompt and answer of {tokens} tokens, whose "
+                f"keys and values take {tokens * self._backbone.pool.slot_bytes} bytes; retrieve fewer or shorter "
+                "chunks, lower max_new_tokens, or free memory"
+            )
+        return found
+
+    def free(self) -> None:
+        """Let go of what is kept for later prompts: contexts, preambles, and copies of packets in faster memory."""
+        self._backbone.pool.drop_idle()
+        self._preambles.clear()
+        self.loader.drop_copies()
+        if self._backbone.device.type == "cuda":
+            torch.cuda.empty_cache()
+
+    def _try(self, parts: Sequence[Part], max_new_tokens: int, sparing: bool = False) -> Prefilled | None:
+        """What :meth:`run` gives, or None where memory runs out; the error and what it keeps alive is gone by then."""
+        try:
+            loaded = self.loader.load(parts, sparing)
+            context = self._take(loaded, max_new_tokens)
             try:
-                _count(ready, len(context.filled), count)
-                texts, filled = self._lay_out(ready, context)
-                assembled = time.perf_counter()
-                bound = self._backbone.bind(context)
-                logits = self._backbone.prefill(bound, texts)
-                context.filled = filled
-                if preamble is not None:
-                    self._keep_preamble(preamble, context)
+                return self.fill(loaded, context, sparing)
             except BaseException:
                 self._backbone.pool.give_back(context)
                 raise
-        read = sum(len(ids) for _, ids in texts) + count.encoded_tokens
-        tokens = count.packet_tokens - count.encoded_tokens, count.preamble_tokens, read
-        seconds = loaded - started, assembled - loaded
-        return Prefilled(context, bound, logits, *tokens, tuple(count.reused), tuple(count.misses), *seconds)
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("memory of %s ran out while a prompt was assembled: %s", self._backbone.device, error)
+            return None
 
-    def _take(self, parts: list[Part], max_new_tokens: int) -> Context:
+    def fill(self, loaded: Loaded, context: Context, sparing: bool = False) -> Prefilled:
+        """Assemble and prefill.
+
+        Args:
+            loaded: its packets are let go of.
+            context: has room for the prompt, behind what it is filled with already.
+            sparing: read text in small pieces.
+        """
+        started = time.perf_counter()
+        parts = loaded.parts
+        preamble = self._find_preamble(parts)
+        packet_tokens, kept_tokens = _known_tokens(parts, len(context.filled))
+        texts, filled = self._lay_out(parts, context)
+        seconds = time.perf_counter() - started
+        bound = self._backbone.bind(context)
+        logits = self._read(bound, texts, sparing)
+        context.filled = filled
+        if preamble is not None:
+            self._preambles.keep(preamble, context)
+        read = sum(len(ids) for _, ids in texts) + loaded.encoded_tokens
+        counts = packet_tokens - loaded.encoded_tokens, kept_tokens, read
+        told = tuple(loaded.reused), tuple(loaded.misses)
+        return Prefilled(context, bound, logits, *counts, *told, loaded.seconds, seconds)
+
+    def _take(self, loaded: Loaded, max_new_tokens: int) -> Context:
         """A context with room for the parts, if possible one that an earlier prompt filled with the first of them."""
-        slots = sum(part.packet.num_slots if part.packet else part.num_tokens for part in parts) + max_new_tokens
-        pool = self._backbone.pool
-        return pool.take_filled([self._key(part) for part in parts[:-1]], slots) or pool.take(slots)
+        slots, pool = loaded.num_slots + max_new_tokens, self._backbone.pool
+        return pool.take_filled([self._key(part) for part in loaded.parts[:-1]], slots) or pool.take(slots)
 
     def _key(self, part: Part) -> Key:
         """What the slots of a part hold, given those before it."""
-        return part.packet_id or tuple(self.ids(part))
+        return part.packet_id or tuple(ids_of(self._backbone, part))
+
+    def _find_preamble(self, parts: list[Part]) -> list[int] | None:
+        """Take text before the first packet from an earlier prompt; its tokens where no earlier one had it."""
+        if len(parts) < 2 or parts[0].packet or not parts[1].packet:
+            return None
+        ids = ids_of(self._backbone, parts[0])
+        parts[0] = replace(parts[0], packet=self._preambles.find(ids))
+        return None if parts[0].packet else ids
 
     def _lay_out(self, parts: list[Part], context: Context) -> tuple[list[tuple[Span, list[int]]], tuple[Filled, ...]]:
         """Write packets into the context and reserve room for text, behind what it is filled with already.
@@ -171,66 +218,24 @@ class Prefiller:
                 context.place(part.packet)
                 part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
             else:
-                texts.append((context.reserve(part.num_tokens), self.ids(part)))
+                texts.append((context.reserve(part.num_tokens), ids_of(self._backbone, part)))
             filled.append(Filled(self._key(part), context.num_slots, context.num_positions))
         return texts, tuple(filled)
 
-    def _load(self, parts: Sequence[Part], count: _Loading) -> list[Part]:
-        """Put packets into the parts that name one; a chunk at the very end becomes text."""
-        ready = []
-        for number, part in enumerate(parts):
-            if part.packet_id is None:
-                ready.append(part)
-            elif number == len(parts) - 1:
-                count.misses.append(Miss(part.packet_id, _ENDS_WITH_CHUNK))
-                ready.append(replace(part, packet_id=None))
-            else:
-                ready.append(replace(part, packet=self._fetch(part.packet_id, part, count)))
-        preamble = self._new_preamble(ready)
-        if preamble is not None:
-            with self._lock:
-                ready[0] = replace(ready[0], packet=self._preambles.get(tuple(preamble)))
-        return ready
-
-    def _fetch(self, name: str, part: Part, count: _Loading) -> Packet:
-        try:
-            packet = self._store.get(name, self._encoder.signature)
-            count.reused.append(name)
-            return packet
-        except (PacketError, StoreError) as error:
-            logger.warning("packet %s is encoded again: %s", name, error)
-            count.misses.append(Miss(name, str(error)))
-        (packet,) = self._encoder.encode([(name, self.ids(part))])
-        count.encoded_tokens += packet.num_tokens
-        try:
-            self._store.put(packet, part.text, only_known=True)
-        except StoreError as error:
-            logger.warning("packet %s serves this request only: %s", name, error)
-        return packet
-
-    def _new_preamble(self, parts: Sequence[Part]) -> list[int] | None:
-        """Tokens before the first packet that are not a packet yet."""
-        if len(parts) < 2 or parts[0].packet or not parts[1].packet:
-            return None
-        return self.ids(parts[0])
-
-    def _keep_preamble(self, ids: list[int], context: Context) -> None:
-        """Keep what stood before the first packet as a packet of its own: no adapter, position 0, exact."""
-        signature = replace(self._encoder.signature, adapter="none", compression="none", quantization="none")
-        tensors = context.extract(Span(0, 0, len(ids)))
-        with self._lock:
-            self._preambles[tuple(ids)] = Packet(packet_id(ids, signature), signature, tensors, len(ids), len(ids))
-            while len(self._preambles) > _MAX_PREAMBLES or self._preamble_bytes() > _MAX_PREAMBLE_BYTES:
-                self._preambles.popitem(last=False)
-
-    def _preamble_bytes(self) -> int:
-        return sum(packet.size_bytes for packet in self._preambles.values())
+    def _read(self, bound: BoundContext, texts: Sequence[tuple[Span, list[int]]], sparing: bool) -> Tensor:
+        """Have the model read the texts at their places; (1, vocabulary) logits behind the last."""
+        if not sparing:
+            return self._backbone.prefill(bound, texts)
+        for span, ids in texts:
+            for start in range(0, len(ids), _PIECE):
+                piece = ids[start : start + _PIECE]
+                place = Span(span.slot + start, span.position + start, len(piece))
+                logits = self._backbone.prefill(bound, [(place, piece)])
+        return logits
 
 
-def _count(parts: Sequence[Part], num_filled: int, count: _Loading) -> None:
-    """Add up the tokens that need not be read: of chunks, and of text that is kept or stands in the context already."""
-    for number, part in enumerate(parts):
-        if part.packet_id:
-            count.packet_tokens += part.num_tokens
-        elif part.packet or number < num_filled:
-            count.preamble_tokens += part.num_tokens
+def _known_tokens(parts: Sequence[Part], num_filled: int) -> tuple[int, int]:
+    """Tokens that need not be read: of chunks, and of text that is kept or stands in the context already."""
+    chunks = sum(part.num_tokens for part in parts if part.packet_id)
+    kept = [not part.packet_id and (part.packet or number < num_filled) for number, part in enumerate(parts)]
+    return chunks, sum(part.num_tokens for part, is_kept in zip(parts, kept, strict=True) if is_kept)

@@ -187,12 +187,13 @@ class _WithHead(nn.Module):
     def get_input_embeddings(self) -> nn.Module:
         return self.inner.get_input_embeddings()
 
-    def forward(self, cache: Any = None, logits_to_keep: int = 0, **inputs: Any) -> CausalLMOutputWithPast:
+    def forward(self, cache: Any = None, logits_to_keep: int | Tensor = 0, **inputs: Any) -> CausalLMOutputWithPast:
         name = "cache" if "cache" in inspect.signature(self.inner.forward).parameters else "past_key_values"
         if cache is None and inputs.get("use_cache"):  # a part leaves it to the whole to make one
             cache = DynamicCache(config=self.config)
         output = self.inner(**inputs, **{name: cache})
-        logits: Tensor = self.head(output.last_hidden_state[:, -logits_to_keep:])
+        kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
+        logits: Tensor = self.head(output.last_hidden_state[:, kept])
         return CausalLMOutputWithPast(logits=logits, past_key_values=output.get("cache", output.get("past_key_values")))
 
 

@@ -30,7 +30,7 @@ def test_auto_takes_the_quicker_way_and_says_which(soft_engine: KVPacketEngine, 
 
 def test_it_is_measured_once_and_only_when_asked_for(soft_engine: KVPacketEngine, monkeypatch):
     calls = []
-    monkeypatch.setattr("kvpacket_rag.engine.measure_break_even", lambda *_, **__: calls.append(1) or 64)
+    monkeypatch.setattr("kvpacket_rag.answering.measure_break_even", lambda *_, **__: calls.append(1) or 64)
     soft_engine.generate(PROMPT, SHORT)
     assert calls == []
     for _ in range(2):

@@ -62,7 +62,7 @@ def test_an_abandoned_stream_frees_its_context_and_leaves_the_callers_modes_alon
         gc.collect()
         assert not held
     finally:
-        del pool.take, pool.give_back
+        del pool.take, pool.take_filled, pool.give_back
 
 
 def test_an_error_in_the_middle_reaches_the_caller_and_the_next_request_works(
