@@ -25,7 +25,7 @@ class Miss:
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """Tokens of one request, soft tokens left out.
+    """Tokens of one request; left out are soft tokens, and white space between chunks that an adapter stands for.
 
     Attributes:
         packet_tokens: prompt tokens taken from the packets of chunks.
@@ -46,7 +46,7 @@ class Usage:
 
     @property
     def prompt_tokens(self) -> int:
-        """All tokens of the prompt."""
+        """All tokens of the prompt, but for white space between chunks that an adapter stands for."""
         return self.packet_tokens + self.preamble_tokens + self.prefilled_tokens
 
     @property
@@ -116,9 +116,10 @@ class AnswerStream(Iterator[str]):
     def __next__(self) -> str:
         try:
             with self._step:
-                if self._closed:
-                    raise StopIteration
-                return next(self._source)
+                while not self._closed:
+                    if piece := next(self._source):
+                        return piece
+                raise StopIteration
         except StopIteration as end:
             if end.value is not None:
                 self._answer = end.value

@@ -25,6 +25,13 @@ class Chunk:
     document_id: str = ""
     metadata: Mapping[str, Any] = field(default_factory=dict)
 
+    @property
+    def title(self) -> str:
+        """How a person would call its document, and the page where one is known."""
+        title = str(self.metadata.get("title") or self.document_id)
+        page = self.metadata.get("page")
+        return f"{title}, page {page}" if page else title
+
 
 @dataclass(frozen=True, slots=True)
 class Hit:
@@ -39,3 +46,13 @@ class Hit:
     chunk: Chunk
     score: float
     packet_id: str
+
+    def as_source(self) -> dict[str, Any]:
+        """What answers say of where they come from: names and score, no text."""
+        return {
+            "document_id": self.chunk.document_id,
+            "chunk_id": self.chunk.chunk_id,
+            "title": self.chunk.title,
+            "score": self.score,
+            "packet_id": self.packet_id,
+        }

@@ -21,6 +21,7 @@ from kvpacket_rag.cli import (
     import_adapter,
     ingest,
     inspect,
+    serve,
     train,
     verify,
 )
@@ -32,6 +33,7 @@ _COMMANDS = {
     "ingest": ingest,
     "estimate": estimate,
     "ask": ask,
+    "serve": serve,
     "delete": delete,
     "train": train,
     "average": average,

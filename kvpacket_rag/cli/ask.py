@@ -10,8 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.cli.compare import Comparison, warm_up
-from kvpacket_rag.cli.options import add_embedder, add_engine, add_index, open_index, positive, require_index
-from kvpacket_rag.cli.output import count, facts, show, show_json, source, source_name
+from kvpacket_rag.cli.options import (
+    add_embedder,
+    add_engine,
+    add_index,
+    add_remote,
+    open_index,
+    positive,
+    require_index,
+)
+from kvpacket_rag.cli.output import count, facts, show, show_json, source
 
 if TYPE_CHECKING:
     from kvpacket_rag.answer import Answer
@@ -64,6 +72,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     model = parser.add_argument_group("model")
     add_engine(model)
+    add_remote(model)
     add_embedder(model)
 
 
@@ -147,23 +156,13 @@ def _not_reused(hits: tuple[Hit, ...], answer: Answer) -> Iterator[str]:
     for hit in hits:
         if hit.packet_id not in answer.packet_ids:
             short = f"it has fewer than {MIN_MATCH_TOKENS} tokens or lies within a longer chunk"
-            yield f"{source_name(hit.chunk)}: {reasons.get(hit.packet_id, short)}"
+            yield f"{hit.chunk.title}: {reasons.get(hit.packet_id, short)}"
 
 
 def _as_json(
     question: str, hits: tuple[Hit, ...], answer: Answer, prefill: Answer | None, search_seconds: float
 ) -> dict[str, Any]:
-    sources = [
-        {
-            "document_id": hit.chunk.document_id,
-            "chunk_id": hit.chunk.chunk_id,
-            "title": source_name(hit.chunk),
-            "score": hit.score,
-            "packet_id": hit.packet_id,
-        }
-        for hit in hits
-    ]
-    found: dict[str, Any] = {"question": question, **_answer_json(answer), "sources": sources}
+    found: dict[str, Any] = {"question": question, **_answer_json(answer), "sources": [hit.as_source() for hit in hits]}
     found["timings"]["search_seconds"] = search_seconds
     if prefill is not None:
         found["prefill"] = _answer_json(prefill)

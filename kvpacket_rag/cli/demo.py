@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 from kvpacket_rag.cli.compare import Comparison, warm_up
 from kvpacket_rag.cli.ingest import contents, encoded
 from kvpacket_rag.cli.options import add_engine, open_index, positive
-from kvpacket_rag.cli.output import Bar, count, facts, say, show, source_name, table
+from kvpacket_rag.cli.output import Bar, count, facts, say, show, table
 from kvpacket_rag.errors import StoreError
 
 if TYPE_CHECKING:
@@ -138,7 +138,7 @@ def _note(rag: KVPacketRAG) -> str:
 def _block(number: int, asked: _Asked) -> str:
     packets, prefill = asked.both.packets, asked.both.prefill
     usage = packets.usage
-    sources = "; ".join(f"{source_name(hit.chunk)} ({hit.score:.2f})" for hit in asked.hits)
+    sources = "; ".join(f"{hit.chunk.title} ({hit.score:.2f})" for hit in asked.hits)
     lines = [
         ("Answer", _short(packets.text)),
         ("Full prefill", "the same" if asked.both.same else _short(prefill.text)),

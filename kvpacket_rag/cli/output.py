@@ -76,15 +76,8 @@ def table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
 
 def source(chunk: Chunk) -> str:
     """A chunk's document by title and id; by the id alone where it has no title."""
-    name, document_id = source_name(chunk), chunk.document_id
+    name, document_id = chunk.title, chunk.document_id
     return name if name.startswith(document_id) else f"{name}  ({document_id})"
-
-
-def source_name(chunk: Chunk) -> str:
-    """How a person would call the document of a chunk."""
-    title = str(chunk.metadata.get("title") or chunk.document_id)
-    page = chunk.metadata.get("page")
-    return f"{title}, page {page}" if page else title
 
 
 class Bar:
