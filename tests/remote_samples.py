@@ -13,14 +13,16 @@ import subprocess
 import sys
 import tempfile
 import time
-import urllib.error
 import urllib.request
 import uuid
+from collections.abc import Callable
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import obstore
+import obstore.exceptions
+import obstore.store
 import pytest
 
 from kvpacket_rag.store import RemoteStore
@@ -48,17 +50,30 @@ class S3:
         keys = {"accessKey": KEYS["AWS_ACCESS_KEY_ID"], "secretKey": KEYS["AWS_SECRET_ACCESS_KEY"]}
         (folder / "keys.json").write_text(json.dumps({"identities": [{**identity, "credentials": [keys]}]}))
         os.environ.update(KEYS, AWS_ENDPOINT_URL=f"http://127.0.0.1:{self._port}")
-        self.start()
-        root = obstore.store.from_url(f"s3://{_BUCKET}", client_options={"allow_http": True})
-        create = urllib.request.Request(obstore.sign(root, "PUT", "", timedelta(minutes=5)), method="PUT")
-        urllib.request.urlopen(create).close()
+        self._root = obstore.store.from_url(
+            f"s3://{_BUCKET}", client_options={"allow_http": True}, retry_config={"max_retries": 0}
+        )
+        self._start(self._make_bucket)
 
     def url(self) -> str:
         """A place that nobody else uses."""
         return f"s3://{_BUCKET}/{uuid.uuid4().hex}"
 
     def start(self) -> None:
-        """Start it over what it stored before, and wait until it answers."""
+        """Start it over what it stored before, and wait until it reads that."""
+        self._start(lambda: obstore.get(self._root, "probe").bytes())
+
+    def kill(self) -> None:
+        """Without a chance to end anything."""
+        self._process.send_signal(signal.SIGKILL)
+        self._process.wait()
+
+    def _make_bucket(self) -> None:
+        url = obstore.sign(self._root, "PUT", "", timedelta(minutes=5))
+        urllib.request.urlopen(urllib.request.Request(url, method="PUT")).close()
+        obstore.put(self._root, "probe", b"here")
+
+    def _start(self, check: Callable[[], object]) -> None:
         names = ("-master.port", "-volume.port", "-filer.port", "-s3.port.grpc")
         ports = [f"{name}={port}" for name, port in zip(names, self._others, strict=True)]
         fixed = ["-ip=127.0.0.1", "-filer", "-s3", "-master.volumeSizeLimitMB=64", "-volume.max=30"]
@@ -68,17 +83,11 @@ class S3:
             self._process = subprocess.Popen([*program, *own, *fixed, *ports], stdout=log, stderr=log)
         for _ in range(240):
             try:
-                urllib.request.urlopen(f"http://127.0.0.1:{self._port}/").close()
-            except urllib.error.HTTPError:  # it wants keys
+                check()
                 return
-            except OSError:
+            except (obstore.exceptions.BaseError, OSError):
                 time.sleep(0.25)
         raise RuntimeError(f"no S3 server after a minute: {(self._folder / 'log').read_text()[-2000:]}")
-
-    def kill(self) -> None:
-        """Without a chance to end anything."""
-        self._process.send_signal(signal.SIGKILL)
-        self._process.wait()
 
 
 @functools.cache
