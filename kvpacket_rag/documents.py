@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from kvpacket_rag.errors import DocumentError
+from kvpacket_rag.parser_process import SUFFIXES, ParserProcess
+from kvpacket_rag.readers import READERS
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,6 +67,9 @@ def read_documents(
     path, links resolved, with forward slashes: two files never share an id, and one file keeps its
     id whether it is named itself or found in a folder, so reading it again updates it.
 
+    HTML and PDF are parsed in a process of its own, so that a file made to harm is left out with the reason: see
+    :mod:`~kvpacket_rag.parser_process`. Archives are not unpacked.
+
     Args:
         paths: files and folders.
         on_skip: called with each file or folder left out and the reason why.
@@ -83,13 +88,14 @@ def read_documents(
 
 
 def _read_files(files: Iterator[Path], on_skip: Callable[[Path, str], None], max_bytes: int) -> Iterator[Document]:
-    for path in files:
-        try:
-            document = _read_file(path, max_bytes)
-        except DocumentError as error:
-            on_skip(path, str(error))
-        else:
-            yield document
+    with ParserProcess() as parsers:
+        for path in files:
+            try:
+                document = _read_file(path, max_bytes, parsers)
+            except DocumentError as error:
+                on_skip(path, str(error))
+            else:
+                yield document
 
 
 def _walk(roots: list[Path], excluded: set[str], on_skip: Callable[[Path, str], None]) -> Iterator[Path]:
@@ -120,14 +126,12 @@ def _visible_entries(folder: Path, on_skip: Callable[[Path, str], None]) -> list
         return []
 
 
-def _read_file(path: Path, max_bytes: int) -> Document:
-    # Late, because the parsers take a third of a second to import and answering questions needs none of them.
-    from kvpacket_rag.readers import READERS
-
+def _read_file(path: Path, max_bytes: int, parsers: ParserProcess) -> Document:
     suffix = path.suffix.lower()
-    if suffix not in READERS:
-        raise DocumentError(f"has the suffix {suffix!r}, which is none of {', '.join(READERS)}")
-    content = READERS[suffix](_read_bytes(path, max_bytes))
+    if suffix not in (known := (*READERS, *SUFFIXES)):
+        raise DocumentError(f"has the suffix {suffix!r}, which is none of {', '.join(known)}")
+    data = _read_bytes(path, max_bytes)
+    content = READERS[suffix](data) if suffix in READERS else parsers.parse(suffix, data)
     if not content.text.strip():
         raise DocumentError("holds no text but white space")
     metadata = {"source": path.as_posix(), "title": content.title or path.stem, "kind": content.kind}

@@ -165,6 +165,11 @@ def test_denied_files_and_folders_are_skipped(tmp_path: Path, monkeypatch: pytes
     assert read(tmp_path)[1] == {tmp_path.name: "cannot be listed (Permission denied)"}
 
 
-def test_the_parsers_wait_until_a_file_is_read() -> None:
-    code = "import sys, kvpacket_rag.documents; sys.exit('bs4' in sys.modules or 'pypdf' in sys.modules)"
+def test_the_parsers_are_never_loaded_here(tmp_path: Path) -> None:
+    (tmp_path / "a.html").write_text("<p>text")
+    code = (
+        "import sys, kvpacket_rag.documents as d; "
+        f"assert [found.text for found in d.read_documents({str(tmp_path)!r}, print)] == ['text']; "
+        "sys.exit('bs4' in sys.modules or 'pypdf' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

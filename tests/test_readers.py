@@ -6,7 +6,7 @@ import pytest
 from pypdf import PdfWriter
 from pypdf.generic import DecodedStreamObject, DictionaryObject, NameObject
 
-from kvpacket_rag import readers
+from kvpacket_rag import parsers, readers
 from kvpacket_rag.errors import DocumentError
 
 
@@ -30,7 +30,7 @@ def pdf_bytes(*pages: str, title: str = "", passwords: tuple[str, str] | None = 
 
 
 def html_text(markup: str) -> str:
-    return readers.read_html(markup.encode()).text
+    return parsers.read_html(markup.encode()).text
 
 
 @pytest.mark.parametrize(
@@ -60,7 +60,7 @@ def test_html_preformatted_text_keeps_its_white_space() -> None:
 
 
 def test_html_title_is_metadata_and_an_open_head_hides_nothing() -> None:
-    content = readers.read_html(b"<head><title>The\n title</title><p>Text")
+    content = parsers.read_html(b"<head><title>The\n title</title><p>Text")
     assert content == readers.Content("html", "Text", "The title")
 
 
@@ -70,7 +70,7 @@ def test_html_title_is_metadata_and_an_open_head_hides_nothing() -> None:
 )
 def test_html_is_read_in_the_encoding_it_declares(declared: str, encoding: str) -> None:
     text = "日本語" if encoding == "shift_jis" else "grün"
-    assert readers.read_html(f'<meta charset="{declared}"><p>{text}'.encode(encoding)).text == text
+    assert parsers.read_html(f'<meta charset="{declared}"><p>{text}'.encode(encoding)).text == text
 
 
 def test_deeply_nested_html_is_no_recursion() -> None:
@@ -86,13 +86,13 @@ def test_html_that_would_unfold_is_refused(markup: str, reason: str) -> None:
 
 
 def test_pdf_pages_are_parted_by_form_feeds() -> None:
-    content = readers.read_pdf(pdf_bytes("First page.", "", "Third page.", title="The title"))
+    content = parsers.read_pdf(pdf_bytes("First page.", "", "Third page.", title="The title"))
     assert [page.strip() for page in content.text.split("\f")] == ["First page.", "", "Third page."]
     assert (content.kind, content.title) == ("pdf", "The title")
 
 
 def test_pdf_with_an_owner_password_alone_is_read() -> None:
-    assert readers.read_pdf(pdf_bytes("Secret.", passwords=("", "owner"))).text == "Secret."
+    assert parsers.read_pdf(pdf_bytes("Secret.", passwords=("", "owner"))).text == "Secret."
 
 
 @pytest.mark.parametrize(
@@ -106,20 +106,20 @@ def test_pdf_with_an_owner_password_alone_is_read() -> None:
 )
 def test_pdf_without_text_to_take_is_refused(data: bytes, reason: str) -> None:
     with pytest.raises(DocumentError, match=reason):
-        readers.read_pdf(data)
+        parsers.read_pdf(data)
 
 
 def test_pdf_that_would_unfold_is_refused() -> None:
     data = pdf_bytes(" " * 76_000_000)
     assert len(data) < 100_000
     with pytest.raises(DocumentError, match="LimitReachedError"):
-        readers.read_pdf(data)
+        parsers.read_pdf(data)
 
 
 def test_pdf_text_is_limited_over_all_pages(monkeypatch: pytest.MonkeyPatch) -> None:
     data = pdf_bytes(*["0123456789"] * 3)
-    monkeypatch.setattr(readers, "_MAX_PDF_CHARACTERS", 30)
-    assert readers.read_pdf(data).text.count("0123456789") == 3
-    monkeypatch.setattr(readers, "_MAX_PDF_CHARACTERS", 29)
+    monkeypatch.setattr(parsers, "_MAX_PDF_CHARACTERS", 30)
+    assert parsers.read_pdf(data).text.count("0123456789") == 3
+    monkeypatch.setattr(parsers, "_MAX_PDF_CHARACTERS", 29)
     with pytest.raises(DocumentError, match="more than 29 characters"):
-        readers.read_pdf(data)
+        parsers.read_pdf(data)
