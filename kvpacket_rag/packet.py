@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 
@@ -15,6 +16,7 @@ from kvpacket_rag.compress.quantized import PARTS, QuantizedTensor
 from kvpacket_rag.errors import PacketError, PacketMismatchError
 
 FORMAT_VERSION = 1
+_HASH = re.compile("[0-9a-f]{32,}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,20 +69,27 @@ class PacketSignature:
         """Names of the fields in which the two differ."""
         return [f.name for f in fields(self) if getattr(self, f.name) != getattr(other, f.name)]
 
+    def difference(self, found: PacketSignature) -> str:
+        """In which fields another signature differs, with both values; hashes are cut short."""
+        names = self.differing(found)
+        values = (f"{n}: packet has {_shown(getattr(found, n))}, reader has {_shown(getattr(self, n))}" for n in names)
+        return f"{' and '.join(names)} differ ({'; '.join(values)})"
+
     def require(self, found: PacketSignature, packet_id: str) -> None:
         """Check a packet against the reader.
 
         Raises:
             PacketMismatchError: naming every field in which ``found`` differs from this signature.
         """
-        if wrong := self.differing(found):
-            differences = "; ".join(
-                f"{name}: packet has {getattr(found, name)!r}, reader has {getattr(self, name)!r}" for name in wrong
-            )
+        if self.differing(found):
             raise PacketMismatchError(
-                f"packet {packet_id!r} cannot be read here ({differences}); "
+                f"packet {packet_id!r} cannot be read here: {self.difference(found)}; "
                 "open it with the model and adapter that wrote it, or encode the chunk again"
             )
+
+
+def _shown(value: str | int) -> str:
+    return _HASH.sub(lambda found: f"{found[0][:12]}…", repr(value))
 
 
 def packet_id(token_ids: Sequence[int], signature: PacketSignature) -> str:

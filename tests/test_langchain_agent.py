@@ -130,7 +130,19 @@ def test_what_a_tool_changed_is_told_as_a_miss(
         strict.invoke(ASKED)
 
 
-@pytest.mark.parametrize("wrap", [list, tuple, lambda found: {"documents": found}, lambda found: [[found[0]], found]])
+def held_by_itself(found: list[Document]) -> list[Any]:
+    """Deep, and in a circle."""
+    circle: list[Any] = [*found]
+    for _ in range(3000):
+        circle = [circle]
+    circle.append(circle)
+    return circle
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [list, tuple, lambda found: {"documents": found}, lambda found: [[found[0]], found], held_by_itself],
+)
 def test_documents_are_found_in_any_artifact(
     store: KVPacketVectorStore,
     chat: ChatKVPacket,

@@ -15,7 +15,6 @@ from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import ConfigurableField
 from langchain_kvpacket import ChatKVPacket
 from langchain_samples import chat_about, slow
-from pydantic import ValidationError
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketError, Message, PromptError
 
@@ -105,7 +104,9 @@ async def test_the_model_is_loaded_off_the_event_loop(chat: ChatKVPacket, monkey
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"max_new_token": 3}, "max_new_token"),
+        ({"max_new_token": 3}, r"^ChatKVPacket: there is no max_new_token \(meant max_new_tokens\?\)$"),
+        ({"language": "en"}, r"^ChatKVPacket: there is no language; it takes adapter, .*max_tokens"),
+        ({"top_k": "few", "seed": "x"}, r"^ChatKVPacket: top_k: input should be a valid .*, not 'few'; seed: .*'x'$"),
         ({"top_p": 0.0}, "top_p is 0.0, expected in"),
         ({"stop": [""]}, "stop"),
         ({"match": "some"}, "match"),
@@ -115,8 +116,27 @@ async def test_the_model_is_loaded_off_the_event_loop(chat: ChatKVPacket, monkey
     ],
 )
 def test_fields_without_a_meaning_are_refused(engine: KVPacketEngine, fields: dict[str, Any], message: str):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(KVPacketError, match=message):
         ChatKVPacket(**{"engine": engine, **fields})
+
+
+def test_an_error_of_the_constructor_shows_no_secret_and_comes_unwrapped():
+    with pytest.raises(KVPacketError) as refused:
+        ChatKVPacket(model_kwargs={"token": "hf_secret"}, max_tokens="many", api_key="hf_secret")
+    assert "hf_secret" not in str(refused.value) and "pydantic" not in str(refused.value)
+    assert refused.value.__suppress_context__ and refused.value.__cause__ is None
+
+
+def test_a_stream_that_is_not_read_to_its_end_has_no_usage(chat: ChatKVPacket):
+    chat.invoke("Hi")
+    stream = chat.stream(ASKED)
+    assert chat.last_usage and next(stream) is not None and chat.last_usage is None
+    stream.close()  # type: ignore[attr-defined]
+    assert chat.last_usage is None
+    assert list(chat.stream(ASKED)) and chat.last_usage and chat.last_usage["chunks_reused"] == 2
+    with pytest.raises(PromptError):
+        chat.invoke([])
+    assert chat.last_usage is None
 
 
 def test_copies_share_the_engine(chat: ChatKVPacket):

@@ -13,10 +13,9 @@ from conftest import CHUNKS
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_kvpacket import ChatKVPacket, KVPacketLLM
 from langchain_samples import across_tokens, chat_about
-from pydantic import ValidationError
 from transformers import pipeline
 
-from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PromptError
+from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketError, Message, PromptError
 
 ASKED, ASKED_OF_ENGINE = chat_about(CHUNKS[1])
 
@@ -88,7 +87,7 @@ def test_arguments_keep_their_meaning(make: Any, arguments: dict[str, Any], expe
     ],
 )
 def test_what_cannot_be_done_is_refused_by_name(arguments: dict[str, Any], message: str):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(KVPacketError, match=message):
         ChatKVPacket(model_id="gpt-none", **arguments)
 
 
@@ -140,6 +139,45 @@ def test_a_pipeline_gives_its_model_tokenizer_and_settings(backbone: Any):
     info = llm.generate([f"{CHUNKS[1]} So?"]).generations[0][0].generation_info
     assert llm.engine.backbone.model is backbone.model and info
     assert (info["chunks_reused"], info["token_usage"]["completion_tokens"]) == (1, 5)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"return_full_text": True}, "return_full_text is True, and here it can only be False"),
+        ({"return_tensors": True}, "return_tensors is True, and answers here are texts"),
+        ({"prefix": "Once"}, "prefix='Once' has no counterpart"),
+        ({"num_beams": 2}, "num_beams is 2"),
+    ],
+)
+def test_what_a_pipeline_was_given_and_cannot_be_done_is_refused_by_name(
+    backbone: Any, given: dict[str, Any], message: str
+):
+    made = pipeline("text-generation", model=backbone.model, tokenizer=backbone.tokenizer, **given)
+    with pytest.raises(PromptError, match=message):
+        KVPacketLLM(pipeline=made)
+
+
+def test_what_makes_no_difference_to_a_pipelines_prompts_may_stay(backbone: Any):
+    harmless = {"return_full_text": False, "truncation": True, "padding": False, "skip_special_tokens": True}
+    made = pipeline("text-generation", model=backbone.model, tokenizer=backbone.tokenizer, **harmless)
+    assert KVPacketLLM(pipeline=made, max_tokens=2).invoke("Hi")
+
+
+def test_a_chat_model_may_name_its_text_models_folder_in_any_spelling(
+    engine: KVPacketEngine, tmp_path: Any, monkeypatch: pytest.MonkeyPatch
+):
+    engine.backbone.model.save_pretrained(tmp_path / "model")
+    engine.backbone.tokenizer.save_pretrained(tmp_path / "model")
+    monkeypatch.chdir(tmp_path)
+    named = KVPacketLLM(pipeline=pipeline("text-generation", model="./model"))
+    backbone = engine.backbone
+    nameless = KVPacketLLM(pipeline=pipeline("text-generation", backbone.model, tokenizer=backbone.tokenizer))
+    for llm in (named, nameless, KVPacketLLM.from_model_id("model")):
+        for folder in ("model", "./model", str(tmp_path / "model")):
+            assert ChatKVPacket(llm=llm, model_id=folder).engine is llm.engine
+    with pytest.raises(KVPacketError, match="model can have no effect"):
+        ChatKVPacket(llm=named, model_id="other")
 
 
 def test_a_tokenizer_beside_the_model_brings_its_template(engine: KVPacketEngine):

@@ -34,7 +34,7 @@ REFUNDS = "How are refunds paid?"
 @pytest.fixture(autouse=True)
 def _every_run_is_over_in_the_end() -> Iterator[None]:
     yield
-    assert not RETRIEVED._found and not RETRIEVED._asked and not RETRIEVED._outermost
+    assert not (RETRIEVED._found or RETRIEVED._asked or RETRIEVED._outermost or RETRIEVED._held)
 
 
 @pytest.fixture
@@ -226,6 +226,23 @@ def test_documents_that_were_rewritten_on_the_way_are_told_of_once(
     assert [record.getMessage()[:76] for record in caplog.records] == [
         "nothing was reused: the prompt holds none of the 2 documents retrieved for i"
     ]
+
+
+def test_a_later_prompt_of_a_run_that_holds_none_of_its_documents_is_no_fault(
+    chat: ChatKVPacket, retriever: BaseRetriever, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+):
+    """As in map_reduce: a summary may quote a document, in part."""
+
+    def map_reduce(question: str) -> Any:
+        found = retriever.invoke(question)
+        for document in found:
+            chat.invoke(f"{document.page_content}\n\n{question}")
+        return chat.invoke(f"{found[0].page_content[:90]}\n\n{found[1].page_content[:90]}\n\n{question}")
+
+    last: Any = RunnableLambda(map_reduce).invoke(QUESTION)
+    assert facts(last)[0] == 0 and not caplog.records
+    chain(retriever, chat, lambda found: format_docs(found).upper()).invoke(QUESTION)
+    assert "the prompt holds none of the 2 documents" in caplog.text
 
 
 async def test_runs_that_fail_or_are_left_are_forgotten(

@@ -11,9 +11,8 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvpacket import ChatKVPacket, KVPacketRetriever, KVPacketVectorStore
 from langchain_samples import QUESTION, WordEmbeddings, documents
-from pydantic import ValidationError
 
-from kvpacket_rag import KVPacketEngine, StoreError
+from kvpacket_rag import KVPacketEngine, KVPacketError, StoreError
 
 
 @pytest.fixture
@@ -70,20 +69,20 @@ async def test_an_option_means_the_same_in_constructor_and_call(store: KVPacketV
     ],
 )
 def test_an_option_without_a_meaning_is_refused(store: KVPacketVectorStore, options: dict[str, Any], message: str):
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(KVPacketError, match=message):
         KVPacketRetriever(vectorstore=store, **options)
-    with pytest.raises(ValidationError, match=message):
+    with pytest.raises(KVPacketError, match=message):
         KVPacketRetriever(vectorstore=store).invoke(QUESTION, **options)
 
 
 def test_a_retriever_or_a_model_in_place_of_its_part_is_told(store: KVPacketVectorStore):
-    with pytest.raises(ValidationError, match=r"is a VectorStoreRetriever, .* pass retriever\.vectorstore"):
+    with pytest.raises(StoreError, match=r"is a VectorStoreRetriever, .* pass retriever\.vectorstore"):
         KVPacketRetriever(vectorstore=store.as_retriever())
-    with pytest.raises(ValidationError, match="vectorstore is a str, expected a LangChain vector store"):
+    with pytest.raises(StoreError, match="vectorstore is a str, expected a LangChain vector store"):
         KVPacketRetriever(vectorstore="chroma")
-    with pytest.raises(ValidationError, match=r"engine is a ChatKVPacket; pass its engine"):
+    with pytest.raises(StoreError, match=r"engine is a ChatKVPacket; pass its engine"):
         KVPacketRetriever(vectorstore=store, engine=ChatKVPacket(engine=store.engine))
-    with pytest.raises(ValidationError, match="k is given twice"):
+    with pytest.raises(StoreError, match="k is given twice"):
         KVPacketRetriever(vectorstore=store, k=3, search_kwargs={"k": 2})
 
 
@@ -122,9 +121,9 @@ def test_a_packet_that_went_is_made_again(store: KVPacketVectorStore):
 
 def test_a_vector_store_without_engine_needs_one_named(engine: KVPacketEngine):
     embeddings: Embeddings = WordEmbeddings()
-    with pytest.raises(ValidationError, match=r"InMemoryVectorStore makes no packets.*engine=chat\.engine"):
+    with pytest.raises(StoreError, match=r"InMemoryVectorStore makes no packets.*engine=chat\.engine"):
         KVPacketRetriever(vectorstore=InMemoryVectorStore(embeddings))
-    with pytest.raises(ValidationError, match="engine"):
+    with pytest.raises(KVPacketError, match="engine: input should be an instance of KVPacketEngine, not 'tiny'"):
         KVPacketRetriever(vectorstore=InMemoryVectorStore(embeddings), engine="tiny")
 
 

@@ -17,9 +17,8 @@ from langchain_core.messages import HumanMessage
 from langchain_kvpacket import ChatKVPacket, KVPacketLLM, KVPacketVectorStore, format_docs
 from langchain_kvpacket.lazy_engine import EngineOptions, load_engine
 from langchain_samples import QUESTION, WordEmbeddings, chat_about, documents
-from pydantic import ValidationError
 
-from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PacketMissError, StoreError
+from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PacketMissError, PromptError, StoreError
 
 ASKED, ASKED_OF_ENGINE = chat_about(*CHUNKS[:3])
 
@@ -131,7 +130,7 @@ def test_a_store_without_engine_is_over_the_one_its_models_are_over(
 
 
 def test_a_model_that_could_not_be_made_or_is_gone_does_not_count(engine: KVPacketEngine):
-    with pytest.raises(ValidationError) as failed:
+    with pytest.raises(PromptError) as failed:
         ChatKVPacket(model="other", max_tokens=0)
     circle: list[Any] = [ChatKVPacket(model="another")]
     circle.append(circle)

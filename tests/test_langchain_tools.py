@@ -150,6 +150,24 @@ def test_a_call_cannot_be_forced(chat: ChatKVPacket, choice: Any):
         chat.bind_tools([search], tool_choice=choice)
 
 
+def nested(levels: int) -> dict[str, Any]:
+    value: dict[str, Any] = {}
+    for _ in range(levels):
+        value = {"in": value}
+    return value
+
+
+def test_what_nests_too_deeply_to_be_read_is_told_or_stays_text(chat: ChatKVPacket, kind: str):
+    deep: Any = {"title": "deep", "type": "object", "description": "Deep.", "properties": {"a": nested(9999)}}
+    with pytest.raises(NotImplementedError, match="the arguments that a tool takes nest too deeply"):
+        chat.bind_tools([deep])
+    call = {"name": "search", "args": nested(9999), "id": "1"}
+    with pytest.raises(PromptError, match="the arguments of the call of 'search' nest too deeply"):
+        chat.invoke([HumanMessage("Hi"), AIMessage("", tool_calls=[call]), ToolMessage("a", tool_call_id="1")])
+    answer = CALLS[kind].replace('"lease"', '{"in":' * 9999 + "1" + "}" * 9999)
+    assert CallSyntax(answer[: answer.index("{")], "").read(answer) == (answer, [])
+
+
 def test_structured_output_says_what_to_do_instead(chat: ChatKVPacket):
     with pytest.raises(NotImplementedError, match="JsonOutputParser"):
         chat.with_structured_output({"title": "answer", "description": "An answer.", "type": "object"})

@@ -1,6 +1,8 @@
 from __future__ import annotations
 
+import copy
 import datetime
+import pickle
 from pathlib import Path
 from typing import Any
 
@@ -203,6 +205,17 @@ def test_ids_are_made_up_where_none_are_given_and_the_last_of_equal_ids_counts(s
     assert store.add_texts(["Was here first.", "Came here last."], ids=["twice", "twice"]) == ["twice", "twice"]
     assert texts_of(store.get_by_ids(["twice"])) == ["Came here last."]
     assert "Was here first." not in [c.text for c in store.engine.store.known(store.engine.signature)]
+
+
+def test_a_copy_is_over_the_same_rows_and_a_pickle_says_what_to_do(engine: KVPacketEngine):
+    store = KVPacketVectorStore.from_documents(documents(), WordEmbeddings(), engine=engine)
+    retriever = store.as_retriever(search_kwargs={"k": 1}).model_copy(deep=True)
+    for twin in (copy.copy(store), copy.deepcopy(store), retriever.vectorstore):
+        assert twin is not store and twin.index is store.index and twin.engine is engine
+    store.delete(["d1"])
+    assert retriever.invoke(QUESTION)[0].id != "d1"
+    with pytest.raises(KVPacketError, match=r"open index over a loaded model and cannot be pickled; open it in each"):
+        pickle.dumps(store)
 
 
 def test_callers_may_change_what_they_get(store: KVPacketVectorStore):

@@ -71,7 +71,9 @@ class Call:
             encode = self.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, self.policy)
             prepared = engine.learner.prepare(text, own, others, ADVICE, encode=encode)
             reuse = prepared.expected(reuse)
-            unseen = 0 if any(found.strip() in text for found in own) else len(own)
+            is_held = any(found.strip() in text for found in own)
+            unseen = 0 if is_held else len(own)
+            is_watched = not RETRIEVED.is_sequel(text, is_held)
         stream = engine.stream(
             prompt, self.settings, policy=self.policy, template_kwargs=self.template_kwargs or None, reuse=reuse
         )

@@ -144,7 +144,7 @@ class ChunkLibrary:
         signature, name = self.engine.signature, self.embedder.name
         if stored := index.get_setting("signature"):
             signature.require(PacketSignature.from_json(stored), "any of the index")
-        if index.get_setting("embedder") not in (None, name):
+        if index.get_setting("embedder") not in (None, "", name):
             raise StoreError(
                 f"the index was built with the embeddings {index.get_setting('embedder')!r}, these are {name!r}; pass "
                 "the former, or add the texts to a new index"
@@ -155,7 +155,7 @@ class ChunkLibrary:
         if origin.knows_embedder:  # vectors that another framework made keep their silence
             facts["embedder"] = name
         for key, value in facts.items():
-            if index.get_setting(key) is None:
+            if not index.get_setting(key):
                 index.set_setting(key, value)
 
     def _embed(self, chunks: Sequence[Chunk], old: Mapping[str, Chunk]) -> npt.NDArray[np.float32]:

@@ -33,6 +33,7 @@ _NAMES = {
     "top_p": "top_p",
     "torch_dtype": "dtype",
 }
+OTHER_WORDS = frozenset(_NAMES)
 # What is done anyway, and so may be asked for.
 _ONLY: dict[str, tuple[Any, ...]] = {
     "backend": ("default", "pipeline"),
@@ -55,6 +56,10 @@ _NO_EFFECT = {
     "use_cache",
     "use_safetensors",
 }
+# Where transformers keeps what a pipeline was given; there is no public place.
+_OF_PIPELINES = ("_generate_kwargs", "_preprocess_params", "_forward_params", "_postprocess_params")
+# Prompts are not padded nor cut, and begin with one beginning-of-sequence token whatever is said.
+_IDLE_IN_PIPELINES = {"add_special_tokens", "padding", "tokenizer", "truncation"}
 
 
 def constructor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -64,9 +69,10 @@ def constructor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
         KVPacketError: one asks for what cannot be done.
     """
     own = dict(arguments)
+    name = next((str(own[word]) for word in ("model", "model_id", "model_name") if own.get(word)), "")
     return _merged(
         _from_llm(own.pop("llm", None)),
-        _from_pipeline(own.pop("pipeline", None)),
+        _from_pipeline(own.pop("pipeline", None), name),
         _from_tokenizer(own.pop("tokenizer", None)),
         _from_model_kwargs(_packed(own, "model_kwargs")),
         _translated(_packed(own, "pipeline_kwargs")),
@@ -181,17 +187,26 @@ def _from_llm(llm: Any) -> dict[str, Any]:
     return fields
 
 
-def _from_pipeline(pipeline: Any) -> dict[str, Any]:
-    """An engine over the model of a transformers pipeline, and the pipeline's own generation arguments."""
+def _from_pipeline(pipeline: Any, name: str) -> dict[str, Any]:
+    """An engine over the model of a transformers pipeline, and the pipeline's own generation arguments.
+
+    Args:
+        pipeline: for text generation.
+        name: of the model, if it does not know one itself.
+    """
     if pipeline is None:
         return {}
+    given: dict[str, Any] = {}
+    for place in _OF_PIPELINES:
+        given |= getattr(pipeline, place, {})
+    kind = getattr(given.pop("return_type", None), "name", None)  # as transformers keeps return_full_text
+    if kind == "TENSORS":
+        raise PromptError("return_tensors is True, and answers here are texts; leave it out")
+    given = {key: value for key, value in given.items() if key not in _IDLE_IN_PIPELINES}
+    settings = _translated({**given, "return_full_text": {"FULL_TEXT": True}.get(kind or "")})
     model = pipeline.model
-    backbone = Backbone(model, pipeline.tokenizer, getattr(model, "name_or_path", "") or type(model).__name__)
-    engine = KVPacketEngine.around(backbone)
-    # Where transformers keeps what a pipeline was given; it has no public place.
-    given = {**getattr(pipeline, "_generate_kwargs", {}), **getattr(pipeline, "_forward_params", {})}
-    given.pop("tokenizer", None)
-    return {**_translated(given), "engine": engine}
+    name = getattr(model, "name_or_path", "") or name or type(model).__name__
+    return {**settings, "engine": KVPacketEngine.around(Backbone(model, pipeline.tokenizer, name))}
 
 
 def _from_tokenizer(tokenizer: Any) -> dict[str, Any]:

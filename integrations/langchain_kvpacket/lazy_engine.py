@@ -46,6 +46,20 @@ def absolute(place: Any) -> Any:
     return place
 
 
+def is_model(engine: KVPacketEngine, name: str) -> bool:
+    """Whether a name can stand for an engine's model: its own in any spelling; any, if it was loaded without one."""
+    own = engine.model_name
+    return name == own or own == type(engine.backbone.model).__name__ or _place(name) == _place(own)
+
+
+def _place(model: str) -> Path | str:
+    try:
+        found = resolve_model(model)
+    except KVPacketError:
+        return model
+    return found.resolve() if isinstance(found, Path) else found
+
+
 OPTION_NAMES = tuple(option.name for option in fields(EngineOptions))
 _engines: WeakValueDictionary[EngineOptions, KVPacketEngine] = WeakValueDictionary()
 _asked_for: WeakSet[LazyEngine] = WeakSet()

@@ -81,6 +81,9 @@ class KVPacketLLM(EngineFields, BaseLLM):
     def from_model_id(cls, model_id: str, task: str | None = None, **fields: Any) -> Self:
         """A model by name that reads prompts as they stand, with the arguments of ``HuggingFacePipeline``'s method.
 
+        It takes the most likely token each time unless ``do_sample`` or ``temperature`` says otherwise; a model's own
+        ``generation_config``, by which a pipeline may draw, has no say. An answer never holds its prompt.
+
         Args:
             model_id: short name, path or hub name.
             task: ``"text-generation"``, the only one there is.

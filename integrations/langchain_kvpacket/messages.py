@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 
 from langchain_core.messages import AIMessage, BaseMessage, ChatMessage
@@ -36,6 +37,14 @@ def to_messages(messages: Sequence[BaseMessage]) -> list[Message]:
 
 def _calls(message: BaseMessage) -> tuple[ToolCall, ...]:
     found = message.tool_calls if isinstance(message, AIMessage) else []
+    for call in found:
+        try:
+            json.dumps(call["args"], default=str)
+        except (RecursionError, ValueError) as error:
+            raise PromptError(
+                f"the arguments of the call of {call['name']!r} nest too deeply to be shown to a model, or hold "
+                "themselves; make them plainer"
+            ) from error
     return tuple(ToolCall(call["name"], call["args"], call["id"]) for call in found)
 
 

@@ -60,12 +60,14 @@ def _hinted(request: ModelRequest[Any]) -> ModelRequest[Any]:
     return request.override(model_settings={**request.model_settings, "kv_hint": ids})
 
 
-def _documents(artifact: Any) -> Iterator[Document]:
-    """The documents in an artifact, however deep in lists and dictionaries."""
-    if isinstance(artifact, Document):
-        yield artifact
-    elif isinstance(artifact, Mapping):
-        yield from _documents(list(artifact.values()))
-    elif isinstance(artifact, Iterable) and not isinstance(artifact, str | bytes):
-        for item in artifact:
-            yield from _documents(item)
+def _documents(artifacts: Iterable[Any]) -> Iterator[Document]:
+    """The documents in artifacts, however deep in lists and dictionaries, which may hold themselves."""
+    seen: dict[int, Any] = {}  # keeps what an iterator gave, so that no two have one id
+    left = list(artifacts)[::-1]
+    while left:
+        item = left.pop()
+        if isinstance(item, Document):
+            yield item
+        elif id(item) not in seen and isinstance(item, Iterable) and not isinstance(item, str | bytes):
+            seen[id(item)] = item
+            left += list(item.values() if isinstance(item, Mapping) else item)[::-1]

@@ -18,8 +18,9 @@ from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.engine import Policy
 from kvpacket_rag.reading import Match, OnMiss
 from langchain_kvpacket.call import PROVIDER, Call, Prompt, usage_counts
-from langchain_kvpacket.huggingface import call_arguments, constructor_arguments
-from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, OPTION_NAMES, EngineOptions, LazyEngine, absolute
+from langchain_kvpacket.huggingface import OTHER_WORDS, call_arguments, constructor_arguments
+from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, OPTION_NAMES, EngineOptions, LazyEngine, absolute, is_model
+from langchain_kvpacket.plain_errors import PlainErrors
 from langchain_kvpacket.retrieved import RETRIEVED
 
 _SETTINGS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
@@ -34,13 +35,14 @@ _NO_TOOLS = (
 )
 
 
-class EngineFields(BaseLanguageModel[Any]):
+class EngineFields(PlainErrors, BaseLanguageModel[Any]):
     """A model over an engine. Construction loads nothing; the first call does.
 
     Arguments of langchain-huggingface's classes are taken too; see :mod:`langchain_kvpacket.huggingface`.
     """
 
     model_config = ConfigDict(extra="forbid", validate_by_name=True, validate_by_alias=True)
+    other_words = OTHER_WORDS
 
     model: str = DEFAULT_MODEL
     """Short name, path or hub name; ``model_name`` and ``model_id`` are other words for it."""
@@ -86,15 +88,12 @@ class EngineFields(BaseLanguageModel[Any]):
     shared_engine: Any = Field(default=None, alias="engine", exclude=True, repr=False, validate_default=True)
     """Pass ``engine=``, an engine that is there already, instead of the first seven fields."""
 
-    _usages: list[dict[str, Any]] = PrivateAttr(default_factory=list)  # the last one alone; copies share it
+    _usages: list[dict[str, Any]] = PrivateAttr(default_factory=list)  # the last, or none while one is written
 
     @model_validator(mode="before")
     @classmethod
     def _take_other_words(cls, values: dict[str, Any]) -> dict[str, Any]:
-        try:
-            return constructor_arguments(values)
-        except KVPacketError as error:
-            raise ValueError(str(error)) from error
+        return constructor_arguments(values)
 
     @field_validator("store", "adapter")
     @classmethod
@@ -111,13 +110,14 @@ class EngineFields(BaseLanguageModel[Any]):
         if lazy is None:
             return LazyEngine(options)
         if not isinstance(lazy, LazyEngine):
-            raise ValueError(f"engine is of type {type(value).__name__}, expected a KVPacketEngine")
+            raise KVPacketError(f"engine is of type {type(value).__name__}, expected a KVPacketEngine")
         if lazy.options is not None:  # this is a copy, perhaps with another model
             return lazy if lazy.options == options else LazyEngine(options)
         name = lazy.get().model_name
-        expected = EngineOptions(options.model if options.model in (DEFAULT_MODEL, name) else name)
+        is_same = options.model == DEFAULT_MODEL or is_model(lazy.get(), options.model)
+        expected = EngineOptions(options.model if is_same else name)
         if wrong := [field for field in OPTION_NAMES if getattr(options, field) != getattr(expected, field)]:
-            raise ValueError(
+            raise KVPacketError(
                 f"an engine of model {name!r} was given, so {', '.join(wrong)} can have no effect; leave that out, or "
                 "pass no engine"
             )
@@ -128,10 +128,7 @@ class EngineFields(BaseLanguageModel[Any]):
         self._add_version("kvpacket-rag", version)
         if self.shared_engine.options is None:
             self.model = self.engine.model_name
-        try:
-            self._call(None, {})
-        except PromptError as error:
-            raise ValueError(str(error)) from error
+        self._call(None, {})  # raises what is wrong with the fields
         self.shared_engine.take_into_use()
         RETRIEVED.listen()
         return self
@@ -143,7 +140,7 @@ class EngineFields(BaseLanguageModel[Any]):
 
     @classmethod
     def from_model_id(cls, model_id: str, task: str | None = None, **fields: Any) -> Self:
-        """A model by name, with the arguments that langchain-huggingface's ``from_model_id`` takes.
+        """A model by name, with the arguments that langchain-huggingface's ``from_model_id`` takes; greedy by default.
 
         Args:
             model_id: short name, path or hub name.
@@ -162,6 +159,7 @@ class EngineFields(BaseLanguageModel[Any]):
     def last_usage(self) -> dict[str, Any] | None:
         """Counts of tokens and misses of the answer that was finished last, in whichever thread.
 
+        None while the next is being written, and if that one is given up: a stream counts when it was read to its end.
         Where several answers are written at once, an answer's own counts are in its metadata.
         """
         return self._usages[-1] if self._usages else None
@@ -218,6 +216,7 @@ class EngineFields(BaseLanguageModel[Any]):
 
     def _start(self, call: Call, prompt: Prompt) -> AnswerStream:
         """The answer to a call, on its way."""
+        self._usages.clear()
         return call.stream(self.engine, prompt, self._note)
 
     def _note(self, answer: Answer) -> None:

@@ -69,6 +69,7 @@ class RetrievedDocuments(BaseCallbackHandler):
     def __init__(self) -> None:
         self._outermost: OrderedDict[UUID, UUID] = OrderedDict()  # of every run that goes on
         self._found: OrderedDict[UUID, deque[str]] = OrderedDict()
+        self._held: OrderedDict[UUID, None] = OrderedDict()  # outermost runs of which a prompt held a document
         self._over: deque[str] = deque(maxlen=_KEPT_DOCUMENTS)
         self._asked: OrderedDict[UUID, tuple[str, UUID]] = OrderedDict()  # a model's run -> its prompt, its outermost
         self._lock = threading.Lock()
@@ -87,6 +88,17 @@ class RetrievedDocuments(BaseCallbackHandler):
             runs = {outermost for asked, outermost in self._asked.values() if asked == prompt}
             found = [text for run in runs for text in self._found.get(run, ())]
             return found, list(self._over)
+
+    def is_sequel(self, prompt: str, is_held: bool) -> bool:
+        """Whether a prompt that holds nothing found for it follows one of the same run that does.
+
+        So it is in ``map_reduce``, whose last prompt holds what the others made of the documents.
+        """
+        with self._lock:
+            runs = {outermost for asked, outermost in self._asked.values() if asked == prompt}
+            for run in runs if is_held else ():
+                _keep(self._held, run, None)
+            return not is_held and not runs.isdisjoint(self._held)
 
     def clear(self) -> None:
         """Forget all documents."""
@@ -191,6 +203,7 @@ class RetrievedDocuments(BaseCallbackHandler):
     def _end(self, run: UUID) -> None:
         with self._lock:
             if self._outermost.pop(run, run) == run:
+                self._held.pop(run, None)
                 self._over.extend(self._found.pop(run, ()))
 
 

@@ -14,6 +14,7 @@ from langchain_core.vectorstores import VectorStore
 from pydantic import ConfigDict, Field, model_validator
 
 from kvpacket_rag import DocumentError, KVPacketEngine, StoreError
+from langchain_kvpacket.plain_errors import PlainErrors
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +26,7 @@ _OPTIONS = {
 _FIELDS = dict.fromkeys(name for names in _OPTIONS.values() for name in names)
 
 
-class KVPacketRetriever(BaseRetriever):
+class KVPacketRetriever(PlainErrors, BaseRetriever):
     """Retriever that leaves no document without a packet.
 
     Over a :class:`KVPacketVectorStore` the packets are there, but for those that were evicted. Over any other vector
@@ -81,31 +82,31 @@ class KVPacketRetriever(BaseRetriever):
         given = dict(values)
         packed = given.pop("search_kwargs", None) or {}
         if not isinstance(packed, Mapping):
-            raise ValueError(f"search_kwargs is a {type(packed).__name__}, expected a dict such as {{'k': 4}}")
+            raise StoreError(f"search_kwargs is a {type(packed).__name__}, expected a dict such as {{'k': 4}}")
         twice = [name for name in _FIELDS if name in packed and name in given and packed[name] != given[name]]
         if twice:
-            raise ValueError(f"{', '.join(twice)} is given twice, by itself and in search_kwargs; leave one out")
+            raise StoreError(f"{', '.join(twice)} is given twice, by itself and in search_kwargs; leave one out")
         given |= {name: value for name, value in packed.items() if name in _FIELDS}
         if unknown := sorted(given.keys() - cls.model_fields.keys()):
-            raise ValueError(
+            raise StoreError(
                 f"there is no {', '.join(unknown)} here; it takes {', '.join(_FIELDS)}, and search_kwargs for whatever "
                 "else the vector store's search takes"
             )
         if not isinstance(store := given.get("vectorstore"), VectorStore):
             way = ", whose vector store is meant: pass retriever.vectorstore" if hasattr(store, "vectorstore") else ""
-            raise ValueError(f"vectorstore is a {type(store).__name__}, expected a LangChain vector store{way}")
+            raise StoreError(f"vectorstore is a {type(store).__name__}, expected a LangChain vector store{way}")
         if hasattr(given.get("engine"), "shared_engine"):
-            raise ValueError(f"engine is a {type(given['engine']).__name__}; pass its engine, as in engine=chat.engine")
+            raise StoreError(f"engine is a {type(given['engine']).__name__}; pass its engine, as in engine=chat.engine")
         return {**given, "search_kwargs": {name: value for name, value in packed.items() if name not in _FIELDS}}
 
     @model_validator(mode="after")
     def _check(self) -> Self:
         if self.search_type == "similarity_score_threshold" and self.score_threshold is None:
-            raise ValueError("search_type 'similarity_score_threshold' needs a score_threshold, from 0 to 1")
+            raise StoreError("search_type 'similarity_score_threshold' needs a score_threshold, from 0 to 1")
         if self.engine is None:
             self.engine = getattr(self.vectorstore, "engine", None)
         if not isinstance(self.engine, KVPacketEngine):
-            raise ValueError(
+            raise StoreError(
                 f"a {type(self.vectorstore).__name__} makes no packets; pass the engine of the model that answers, as "
                 "in KVPacketRetriever(vectorstore=..., engine=chat.engine)"
             )

@@ -34,6 +34,7 @@ _ODD_CALLS = (
     "the chat template of {!r} writes tool calls in another form than JSON with a name and arguments, which is the "
     "only form that is read here; use another model or another chat_template"
 )
+_TOO_DEEP = "the arguments that a tool takes nest too deeply to be shown to a model, or in a circle; make them plainer"
 _NAME, _VALUE, _TEXT = "kvpacket_probe", "kvpacket_value", "kvpacket_text"
 
 
@@ -42,13 +43,16 @@ def to_tools(tools: Sequence[Tool], choice: Any) -> list[dict[str, Any]]:
 
     Raises:
         NotImplementedError: the choice forces a call.
-        PromptError: they are no list.
+        PromptError: they are no list, or one cannot be described.
     """
     if choice not in (None, False, "auto", "none"):
         raise NotImplementedError(NO_FORCED_CALL.format(choice))
     if isinstance(tools, str | Mapping) or not isinstance(tools, Iterable):
         raise PromptError(f"tools is a {type(tools).__name__}; pass a list of functions, classes or LangChain tools")
-    return [] if choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
+    try:
+        return [] if choice == "none" else [convert_to_openai_tool(tool) for tool in tools]
+    except RecursionError as error:
+        raise PromptError(_TOO_DEEP) from error
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,6 +138,8 @@ def _renderer(engine: KVPacketEngine, template_kwargs: Mapping[str, Any]) -> Cal
         try:
             options = {**template_kwargs, **changed, "tokenize": False}
             return str(engine.backbone.tokenizer.apply_chat_template(chat, **options))
+        except RecursionError as error:
+            raise PromptError(_TOO_DEEP) from error
         except Exception as error:  # a template is a program of its own and may raise anything
             raise PromptError(f"the chat template of {engine.model_name!r} refuses tools: {error}") from error
 
@@ -155,7 +161,7 @@ def _calls_at(text: str, start: int) -> tuple[list[ToolCall], int]:
     start += len(text[start:]) - len(text[start:].lstrip())
     try:
         value, end = json.JSONDecoder().raw_decode(text, start)
-    except ValueError:
+    except (ValueError, RecursionError):  # no JSON, or nested deeper than Python reads it
         return [], start
     calls = [_call(item) for item in (value if isinstance(value, list) else [value])]
     whole = [call for call in calls if call is not None]

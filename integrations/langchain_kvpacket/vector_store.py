@@ -12,7 +12,7 @@ from langchain_core.embeddings import Embeddings
 from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
-from kvpacket_rag import KVPacketEngine, KVPacketRAG, PacketIndex, StoreError
+from kvpacket_rag import KVPacketEngine, KVPacketError, KVPacketRAG, PacketIndex, StoreError
 from langchain_kvpacket.checks import (
     LOADING,
     known_options,
@@ -273,6 +273,20 @@ class KVPacketVectorStore(VectorStore):
         self.index.close()
         if self._own_engine:
             self.engine.close()
+
+    def __copy__(self) -> Self:
+        twin = object.__new__(type(self))
+        twin.__dict__ |= self.__dict__
+        return twin
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.__copy__()  # over the same index and engine, which are one place
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        raise KVPacketError(
+            f"a {type(self).__name__} is an open index over a loaded model and cannot be pickled; open it in each "
+            "process, by open(folder)"
+        )
 
     def _question(self, text: str) -> list[float]:
         return self._embeddings.embed_query(require_text("the question", text))
