@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping
-from dataclasses import fields
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -18,8 +17,8 @@ from kvpacket_rag.errors import PacketMismatchError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.models import resolve_model
 from kvpacket_rag.packet import PacketSignature
-from kvpacket_rag.store import DiskStore, RemoteStore, open_store
 from kvpacket_rag.shipped import is_shipped
+from kvpacket_rag.store import DiskStore, RemoteStore, open_store
 
 ADAPTER_FILE = "adapter.safetensors"
 _DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -49,7 +48,7 @@ class Origin:
     @property
     def knows_embedder(self) -> bool:
         """Whether that is known: an index that another framework filled with its own vectors does not say."""
-        return not len(self._index) or self._index.get_setting("embedder") is not None
+        return not len(self._index) or bool(self._index.get_setting("embedder"))
 
     @property
     def chunk_tokens(self) -> int:
@@ -143,7 +142,7 @@ class Origin:
         if not len(self._index):
             return False
         known = self._index.get_setting("embedder")
-        if known not in (None, embedder):
+        if known and known != embedder:
             raise StoreError(
                 f"the index in {self._folder} was built with the embedder {known!r}, not {embedder!r}; "
                 "open it with the former, or ingest the documents into a new folder"
@@ -179,8 +178,8 @@ class Origin:
             "adapter": digest,
             "sink": sink,
             "compress": str(reduction.compression or ""),
-            "remote": engine.store.url if isinstance(engine.store, RemoteStore) else "",
             "quantize": reduction.scheme.name if reduction.scheme else "",
+            "remote": engine.store.url if isinstance(engine.store, RemoteStore) else "",
         }
 
     def _set(self, settings: Mapping[str, str]) -> None:
@@ -194,7 +193,7 @@ class Origin:
         if written == _UNFINISHED:
             return f"encoding the index in {self._folder} again was interrupted; to finish, {remedy}{command}"
         found, ours = PacketSignature.from_json(written), engine.signature
-        names = [field.name for field in fields(ours) if getattr(ours, field.name) != getattr(found, field.name)]
+        names = ours.differing(found)
         model, adapter = self._index.get_setting("model"), engine.encoder.adapter
         digest = found.adapter.partition(",")[0]
         made_with = f"adapter {ADAPTER_FILE} in it (SHA-256 {digest[:12]}…)" if digest != "none" else "no adapter"
@@ -211,7 +210,7 @@ class Origin:
             command += f" --quantize {reduction.scheme.name if reduction.scheme else 'none'}"
         return (
             f"the index in {self._folder} holds packets of model {model!r} in {found.dtype} with {made_with}, which "
-            f"{engine.model_name!r} in {ours.dtype} with {adapter.label} cannot read: {' and '.join(names)} differ; "
+            f"{engine.model_name!r} in {ours.dtype} with {adapter.label} cannot read: {ours.difference(found)}; "
             f"open it as it was made, without naming a model, dtype or adapter, or {remedy}{command}"
         )
 

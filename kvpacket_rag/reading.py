@@ -103,13 +103,13 @@ class PromptReader:
         if not found or self._signature.to_json() in found:
             return
         others = [PacketSignature.from_json(text) for text in found]
-        names = self._signature.differing(max(others, key=lambda other: found[other.to_json()]))
+        commonest = max(others, key=lambda other: found[other.to_json()])
         logger.warning(
-            "the store holds %d packets and none that %s reads as it was loaded: %s differ; load it as they were made, "
+            "the store holds %d packets and none that %s reads as it was loaded: %s; load it as they were made, "
             "or encode the chunks again",
             sum(found.values()),
             self._backbone.name,
-            ", ".join(names),
+            self._signature.difference(commonest),
         )
 
     def read(

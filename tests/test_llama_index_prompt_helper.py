@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -18,7 +20,7 @@ from llama_index_kvpacket import BoundaryPromptHelper, KVPacketLLM, KVPacketSynt
 from llama_index_kvpacket.prompt_helper import Packed, prompt_tokens
 from llama_index_samples import QUESTION, index_of, no_stray_loop, node  # noqa: F401
 
-from kvpacket_rag import Backbone, ContextTooLongError, KVPacketEngine, KVPacketError, Message
+from kvpacket_rag import Adapter, Backbone, ContextTooLongError, KVPacketEngine, KVPacketError, Message
 
 MODES = ["compact", "refine", "tree_summarize", "accumulate", "compact_accumulate"]
 ANSWER = 16
@@ -202,6 +204,21 @@ def test_for_a_structured_model_its_schema_is_counted(llm: KVPacketLLM):
     helper = BoundaryPromptHelper.from_llm(llm.as_structured_llm(Lease))
     plain = helper._get_available_chunk_size(QA, llm=llm)
     assert helper._get_available_chunk_size(QA, llm=llm.as_structured_llm(Lease)) < plain - 20
+
+
+def test_a_copy_and_a_pickle_count_by_the_same_model(
+    llm: KVPacketLLM, backbone: Backbone, adapter: Adapter, monkeypatch: pytest.MonkeyPatch
+):
+    soft = KVPacketEngine(backbone, adapter=adapter)
+    monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: soft)
+    helper = BoundaryPromptHelper.from_llm(KVPacketLLM("mine", max_new_tokens=ANSWER), chunk_size_limit=300)
+    twins = copy.deepcopy(helper), pickle.loads(pickle.dumps(helper))
+    for twin in twins:
+        assert twin.model_dump() == helper.model_dump() and twin._llm is not None and twin._llm.engine is soft
+        assert twin._cost(CHUNKS[0]) == helper._cost(CHUNKS[0]) > soft.count_tokens(CHUNKS[0]) + 5
+        assert twin.repack(QA, CHUNKS) == helper.repack(QA, CHUNKS)
+    with pytest.raises(KVPacketError, match="cannot be pickled"):
+        pickle.dumps(BoundaryPromptHelper.from_llm(llm))
 
 
 def test_another_model_is_refused_and_left_to_llama_indexs_own_counting(llm: KVPacketLLM):

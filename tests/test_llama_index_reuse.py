@@ -270,6 +270,21 @@ def test_where_nothing_could_be_reused_that_is_told_once(
     assert len(told) == 1 and "no chunk of a prompt was reused; it was retrieved and has no packet" in told[0]
 
 
+def test_a_later_prompt_of_an_answer_that_quotes_its_chunks_is_no_fault(
+    llm: KVPacketLLM, caplog: pytest.LogCaptureFixture
+):
+    """As of tree_summarize, whose last prompt holds what the others wrote of the chunks."""
+    long = [f"{chunk} It was noted by the clerk on duty." for chunk in CHUNKS]
+    retrieve(*long[:2])
+    for chunk in long[:2]:
+        llm.complete(f"{chunk}\n\n{QUESTION}")
+    quoting = f"{long[0][:90]}\n\n{long[1][:90]}\n\n{QUESTION}"
+    assert reasons(llm.complete(quoting).raw["usage"]) == [ADVICE.cut] * 2 and not caplog.records
+    retrieve(*long[:2])
+    llm.complete(quoting)
+    assert "no chunk of a prompt was reused" in caplog.text
+
+
 def test_the_usage_of_every_call_of_an_answer_is_kept(llm: KVPacketLLM):
     llm.engine.encode(CHUNKS)
     plain_index(CHUNKS).as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine").query(QUESTION)

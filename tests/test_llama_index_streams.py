@@ -189,6 +189,17 @@ def test_a_stream_nobody_reads_takes_no_context(llm: KVPacketLLM, contexts: list
     assert len(list(stream)) > 3 and contexts == []
 
 
+@pytest.mark.parametrize("method", ["stream_complete", "stream_chat"])
+def test_a_stream_that_is_not_read_to_its_end_has_no_usage(llm: KVPacketLLM, method: str):
+    llm.complete("Hi")
+    assert llm.last_usage is not None
+    stream = getattr(llm, method)([ChatMessage(content=TEXT)] if "chat" in method else TEXT)
+    assert next(stream) and llm.last_usage is None and llm.hinted([]).last_usage is None
+    stream.close()
+    assert llm.last_usage is None and len(llm.usages) == 1
+    assert len(list(llm.stream_complete(TEXT))) > 3 and llm.last_usage["chunks_reused"] == 2
+
+
 @pytest.mark.parametrize("method", ["stream_complete", "astream_complete"])
 async def test_characters_of_several_tokens_are_streamed_whole(
     llm: KVPacketLLM, method: str, monkeypatch: pytest.MonkeyPatch

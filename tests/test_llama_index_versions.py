@@ -99,6 +99,42 @@ def test_further_nodes_of_a_document_stand_beside_its_old_ones(reopen: Open):
     assert texts(store) == sorted(CHUNKS[:3])
 
 
+@pytest.mark.parametrize("way", ["refresh_ref_docs", "arefresh_ref_docs"])
+async def test_a_refresh_by_an_index_of_its_own_each_time_leaves_one_version_in_a_store_kept_open(
+    reopen: Open, way: str
+):
+    store = reopen()
+    splitter = SentenceSplitter(chunk_size=30, chunk_overlap=0)
+    options: dict[str, Any] = {"transformations": [splitter], "insert_batch_size": 2}
+    for long in (" ".join(CHUNKS), " ".join(CHUNKS), " ".join([CHANGED, *CHUNKS])):
+        given = [Document(text=long, id_="long"), *documents()[:2]]
+        done = getattr(index_over(store, **options), way)(given)
+        assert (await done if way.startswith("a") else done) == [True] * 3
+        expected = sorted(node.get_content() for node in splitter.get_nodes_from_documents(given))
+        assert texts(store) == expected and known(store) == sorted(set(expected))
+
+
+def test_a_refresh_that_cuts_at_other_places_replaces_what_was_cut_before(reopen: Open):
+    long = Document(text=" ".join(CHUNKS), id_="long")
+    build(store := reopen(), [long], transformations=[SentenceSplitter(chunk_size=60, chunk_overlap=0)])
+    source = {NodeRelationship.SOURCE: long.as_related_node_info()}
+    index_over(store).insert_nodes([TextNode(text="A summary of it.", relationships=source)])  # no piece of its text
+    finer = SentenceSplitter(chunk_size=30, chunk_overlap=0)
+    index_over(store := reopen(), transformations=[finer], insert_batch_size=2).refresh_ref_docs([long])
+    expected = [node.get_content() for node in finer.get_nodes_from_documents([long])]
+    assert texts(store) == sorted([*expected, "A summary of it."]) and len(expected) > 3
+
+
+def test_documents_of_one_id_may_be_inserted_one_after_another(reopen: Open):
+    pages = [Document(text=text, id_="file") for text in CHUNKS[:3]]
+    index = index_over(store := reopen())
+    for page in pages:
+        index.insert(page)
+    assert texts(store) == sorted(CHUNKS[:3])
+    index.refresh_ref_docs(pages)  # LlamaIndex itself keeps the last one alone
+    assert texts(store) == known(store) == CHUNKS[2:3]
+
+
 def test_what_is_added_since_the_opening_is_left_to_llama_index(reopen: Open):
     index = build(store := reopen(), documents()[:1])
     index.insert(Document(text=CHANGED, id_="d0"))  # it knows the document, and keeps both

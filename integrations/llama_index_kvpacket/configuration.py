@@ -106,6 +106,7 @@ class ConfiguredLLM(LLM):
     _can_reload: bool = PrivateAttr(default=True)
     _hints: tuple[str, ...] = PrivateAttr(default=())
     _usages: list[Raw] = PrivateAttr(default_factory=list)  # of the last calls; hinted copies share them
+    _last: list[Raw] = PrivateAttr(default_factory=list)  # of the last one, once it is over; they share it too
     _warnings: list[str] = PrivateAttr(default_factory=list)  # that were given
 
     def __init__(
@@ -166,16 +167,24 @@ class ConfiguredLLM(LLM):
 
     @property
     def last_usage(self) -> Raw | None:
-        """``raw["usage"]`` of the call that finished last, in whichever thread: query engines do not hand it on."""
-        return self._usages[-1] if self._usages else None
+        """``raw["usage"]`` of the call that finished last, in whichever thread: query engines do not hand it on.
+
+        None while the next is on its way, and if that one is given up: a stream counts when it was read to its end.
+        """
+        return self._last[-1] if self._last else None
 
     @property
     def usages(self) -> list[Raw]:
         """The same of the last 1000 calls, oldest first. One answer may take several; clear the list before it."""
         return self._usages
 
+    def begin(self) -> None:
+        """A call is on its way."""
+        self._last.clear()
+
     def note(self, usage: Raw) -> None:
         """A call has finished, with this usage."""
+        self._last[:] = [usage]
         self._usages.append(usage)
         del self._usages[:-_KEPT_USAGES]
 
@@ -241,7 +250,7 @@ class ConfiguredLLM(LLM):
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        memo |= {id(shared): shared for shared in (self._engine, self._usages)}
+        memo |= {id(shared): shared for shared in (self._engine, self._usages, self._last)}
         return super().__deepcopy__(memo)
 
     def __reduce__(self) -> tuple[Any, ...]:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Sequence
 from typing import Any
+from weakref import WeakValueDictionary
 
+import numpy as np
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 
 from kvpacket_rag import Embedder, KVPacketError, SentenceTransformerEmbedder
 from llama_index_kvpacket.parameters import require_known
+
+_ALIKE = 1e-3  # of a vector of length 1; a text alone and in a batch differ by less, two models by far more
+_in_use: WeakValueDictionary[int, KVPacketEmbedding] = WeakValueDictionary()
 
 
 class KVPacketEmbedding(BaseEmbedding):
@@ -39,6 +44,8 @@ class KVPacketEmbedding(BaseEmbedding):
         super().__init__(**({**fields, "model_name": name} if name else fields))
         self._can_reload = embedder is None
         self._embedder = embedder or SentenceTransformerEmbedder(self.model_name, self.device, self.embed_batch_size)
+        if self._can_reload:
+            _in_use[id(self)] = self
 
     @classmethod
     def class_name(cls) -> str:
@@ -78,6 +85,15 @@ class KVPacketEmbedding(BaseEmbedding):
             )
         kept = type(self).model_fields.keys() - {"callback_manager", "rate_limiter"}
         return _rebuild, (type(self), {name: getattr(self, name) for name in kept})
+
+
+def embedder_of(text: str, vector: Sequence[float]) -> str | None:
+    """Name of the model of a KVPacketEmbedding of this process that embeds the text so; None if there is none."""
+    for model in list(_in_use.values()):
+        own = model._get_text_embedding(text)
+        if len(own) == len(vector) and np.allclose(own, vector, rtol=0, atol=_ALIKE):
+            return model.model_name
+    return None
 
 
 def _rebuild(kind: type[KVPacketEmbedding], fields: dict[str, Any]) -> KVPacketEmbedding:

@@ -43,7 +43,9 @@ class KVPacketLLM(ConfiguredLLM):
 
     It takes the arguments of LlamaIndex's ``HuggingFaceLLM``; the descriptions of the fields say where
     one makes no difference here, and what cannot have its effect is refused. ``query_wrapper_prompt``
-    and ``completion_to_prompt`` shape completions, ``messages_to_prompt`` chats, as they do there.
+    and ``completion_to_prompt`` shape completions, ``messages_to_prompt`` chats, as they do there. Unlike there,
+    ``complete(prompt)`` puts a text that nothing shapes into the model's chat template, so that an instruction model
+    answers it; ``formatted=True`` reads one prompt as it stands, ``is_chat_model=False`` all of them.
 
     A call may override the decoding fields by name (``max_tokens`` is another word for
     ``max_new_tokens``), ``match``, ``on_miss``, ``policy`` and ``chat_template_kwargs``, and name the packets of the

@@ -27,6 +27,7 @@ _LOADING = {
 }
 _DTYPE_WORDS = ("dtype", "torch_dtype")
 _PATHS = ("store", "adapter")
+REDUCTION = ("compress", "quantize")
 
 
 def load(model_name: str, fields: Mapping[str, Any], model: Any = None, tokenizer: Any = None) -> KVPacketEngine:
@@ -54,6 +55,7 @@ def load(model_name: str, fields: Mapping[str, Any], model: Any = None, tokenize
             min_match_tokens=fields.get("min_match_tokens", MIN_MATCH_TOKENS),
             model_kwargs=for_model,
             tokenizer_kwargs=for_tokenizer,
+            **{name: fields[name] for name in REDUCTION if fields.get(name)},
         )
     if model is None:
         place = pick_device(device)

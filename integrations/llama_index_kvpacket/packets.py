@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from llama_index.core.schema import BaseNode, MetadataMode
 
 from kvpacket_rag import (
     Chunk,
@@ -18,14 +19,18 @@ from kvpacket_rag import (
     StoreError,
 )
 from kvpacket_rag.origin import Origin
+from llama_index_kvpacket.embedding import embedder_of
 from llama_index_kvpacket.leftovers import Leftovers
-from llama_index_kvpacket.loading import DEFAULT_MODEL, for_transformers, load, resolve
+from llama_index_kvpacket.loading import DEFAULT_MODEL, REDUCTION, for_transformers, load, resolve
 from llama_index_kvpacket.nodes import packet_text
 from llama_index_kvpacket.ownership import IS_COPY, Ownership
 from llama_index_kvpacket.retrieved import RETRIEVED
 
 Progress = Callable[[int, int], None]
 TEXT_KEY = "packet_text_key"
+EMBEDDER = "embedder"  # as the package's own pipeline names the setting
+LOADING = "model_name adapter device device_map dtype model_kwargs tokenizer_kwargs min_match_tokens".split()
+LOADING += REDUCTION
 _BATCH_CHUNKS = 64
 
 
@@ -120,6 +125,15 @@ class NodePackets:
             self.index.add(chunks, np.array(vectors, np.float32), packets)
             self.index.delete(gone)
 
+    def note_embedder(self, nodes: Iterable[BaseNode]) -> None:
+        """Note in a new index which model its vectors are of: a KVPacketEmbedding's, or one that is not known."""
+        node = next(iter(nodes), None)
+        if node is None or node.embedding is None:
+            return
+        name = embedder_of(node.get_content(MetadataMode.EMBED), node.embedding) or ""
+        if name != (self.index.get_setting(EMBEDDER) or ""):
+            self.index.set_setting(EMBEDDER, name)
+
     def delete(self, names: Sequence[str]) -> None:
         """Delete rows, and the packets that no other row needs; unknown ids are no error."""
         if not names:
@@ -155,14 +169,23 @@ class NodePackets:
     def _reencode(self, known: Container[str]) -> None:
         """Give every row whose packet is not among the known ones a packet of this engine."""
         rows = [chunk for chunk, packet in self.index.rows() if packet not in known]
-        for chunk in rows:
-            self.packet_of(chunk)  # all of them fit the model's window, or none is touched
+        # All of them fit the model's window, or none is touched.
+        wanted = (self.engine.encoder.identify(self.text_of(chunk)) for chunk in rows)
+        left = {name: len(ids) for name, ids in wanted if name not in self.engine.store}
+        done, total = 0, sum(left.values())
         for start in range(0, len(rows), _BATCH_CHUNKS):
             batch = rows[start : start + _BATCH_CHUNKS]
             names = [chunk.chunk_id for chunk in batch]
             with self.ownership.changing(names) as owners:
-                packets = self.engine.encode([self.text_of(chunk) for chunk in batch], owners, self._progress)
+                told = self._told(done, total)
+                packets = self.engine.encode([self.text_of(chunk) for chunk in batch], owners, told)
                 self.index.set_packet_ids(dict(zip(names, packets, strict=True)))
+                done += sum(left.pop(name, 0) for name in packets)
+
+    def _told(self, before: int, total: int) -> Progress | None:
+        """Progress of one batch as progress of all."""
+        tell = self._progress
+        return tell and (lambda done, _: tell(before + done, total))
 
 
 def load_engine(index: PacketIndex, folder: Path | None, loading: Mapping[str, Any]) -> KVPacketEngine:

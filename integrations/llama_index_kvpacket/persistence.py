@@ -20,7 +20,7 @@ from kvpacket_rag.index import FILE_NAME
 from kvpacket_rag.journal import change_lock
 from kvpacket_rag.origin import Origin
 from llama_index_kvpacket.ownership import IS_COPY, Ownership
-from llama_index_kvpacket.packets import TEXT_KEY, NodePackets
+from llama_index_kvpacket.packets import EMBEDDER, TEXT_KEY, NodePackets
 
 # No JSON on purpose: LlamaIndex opens what it finds in a storage folder as a SimpleVectorStore, and would read any
 # JSON object as an empty one without a word.
@@ -94,6 +94,8 @@ def copy_to(folder: Path, packets: NodePackets) -> None:
                 _write_rows(rows, packets.index.vectors(names), folder)
                 _take_over(folder)
                 index.set_setting(IS_COPY, "true")
+        if embedder := packets.index.get_setting(EMBEDDER):
+            index.set_setting(EMBEDDER, embedder)
         index.set_setting(TEXT_KEY, packets.text_key)
         index.set_setting("signature", signature)
 

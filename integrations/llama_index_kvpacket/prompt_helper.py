@@ -87,6 +87,9 @@ class BoundaryPromptHelper(PromptHelper):
         """The name of this class in serialised settings."""
         return "KVPacketBoundaryPromptHelper"
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self._llm, self.model_dump())
+
     def repack(
         self,
         prompt: BasePromptTemplate,
@@ -211,6 +214,13 @@ class BoundaryPromptHelper(PromptHelper):
             chunk_size=size, chunk_overlap=overlap, separator=self.separator, tokenizer=self._token_counter.tokenizer
         )
         return splitter.split_text(chunk)
+
+
+def _rebuild(kind: Any, llm: ConfiguredLLM | None, fields: dict[str, Any]) -> BoundaryPromptHelper:
+    fields = {name: value for name, value in fields.items() if name != "class_name"}
+    helper: BoundaryPromptHelper = kind(**fields, tokenizer=llm.token_ids if llm is not None else None)
+    helper._llm = llm
+    return helper
 
 
 def prompt_tokens(llm: ConfiguredLLM, prompt: BasePromptTemplate) -> int:

@@ -11,7 +11,7 @@ from kvpacket_rag.engine import Policy
 from kvpacket_rag.learner import Prepared
 from llama_index_kvpacket.parameters import require_names
 from llama_index_kvpacket.responses import Raw, raw
-from llama_index_kvpacket.retrieved import ADVICE, RETRIEVED
+from llama_index_kvpacket.retrieved import ADVICE, RETRIEVED, texts_of
 
 if TYPE_CHECKING:
     from llama_index_kvpacket.configuration import ConfiguredLLM
@@ -37,7 +37,9 @@ class Request:
         self._prompt = prompt
         self._arguments = arguments
         self._found = RETRIEVED.here()  # now, for it may be started in another thread
+        self._texts = texts_of(self._found)  # as they are now
         self._prepared = Prepared()
+        llm.begin()
 
     def start(self) -> AnswerStream:
         """Check the prompt, and encode retrieved chunks in it that have no packet."""
@@ -61,7 +63,7 @@ class Request:
         texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
         text, engine = "\0".join(texts), self._llm.engine
         encode = self._llm.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, policy)
-        self._prepared = engine.learner.prepare(text, self._found, RETRIEVED.texts(), ADVICE, encode=encode)
+        self._prepared = engine.learner.prepare(text, self._texts, RETRIEVED.texts(), ADVICE, encode=encode)
         return self._prepared.expected(reuse)
 
     def details(self, answer: Answer) -> Raw:
@@ -69,7 +71,10 @@ class Request:
         answer = self._prepared.counted(answer)
         details, usage = raw(answer), answer.usage
         logger.info("%s", usage.sentence)
-        if usage.misses and not usage.chunks_reused and not self._prepared.encoded:
+        if usage.chunks_reused or self._prepared.encoded:
+            if self._found:  # where nothing was retrieved, all share one
+                self._found.reused_by.add(self._llm.engine)
+        elif usage.misses and self._llm.engine not in self._found.reused_by:  # else it may quote an earlier one's
             reasons = "; ".join(dict.fromkeys(miss.reason for miss in usage.misses))
             self._llm.warn_once(f"no chunk of a prompt was reused; {reasons}; llm.last_usage tells of each call")
         self._llm.note(details["usage"])

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
+from weakref import WeakSet
 
 from llama_index.core.bridge.pydantic import PrivateAttr
 from llama_index.core.instrumentation.event_handlers import BaseEventHandler
@@ -15,6 +16,7 @@ from llama_index.core.instrumentation.events.retrieval import RetrievalEndEvent
 from llama_index.core.schema import BaseNode, MetadataMode
 from llama_index_instrumentation import get_dispatcher
 
+from kvpacket_rag import KVPacketEngine
 from kvpacket_rag.learner import Advice, as_python, as_python_beside_quotes
 
 _KEPT_NODES = 1024  # and those that were found last, however many they are
@@ -38,13 +40,21 @@ ADVICE = Advice(
 )
 
 
+class Found(list[BaseNode]):
+    """What one retrieval found, and for which engines a prompt has reused some of it."""
+
+    def __init__(self, nodes: Iterable[BaseNode] = ()) -> None:
+        super().__init__(nodes)
+        self.reused_by: WeakSet[KVPacketEngine] = WeakSet()
+
+
 class RetrievedNodes(BaseEventHandler):
     """Listens to every retriever of this process and keeps what was found last, whole.
 
     What the thread or task that asks a model retrieved last was found for its prompt; what others did may stand in it.
     """
 
-    _found: deque[list[BaseNode]] = PrivateAttr(default_factory=deque)  # what each retrieval found, oldest first
+    _found: deque[Found] = PrivateAttr(default_factory=deque)  # what each retrieval found, oldest first
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
     @classmethod
@@ -55,7 +65,7 @@ class RetrievedNodes(BaseEventHandler):
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         """Note what a retriever found."""
         if isinstance(event, RetrievalEndEvent):
-            nodes = [scored.node for scored in event.nodes]
+            nodes = Found(scored.node for scored in event.nodes)
             _HERE.set(nodes)
             with self._lock:
                 self._found.append(nodes)
@@ -73,11 +83,11 @@ class RetrievedNodes(BaseEventHandler):
         """Texts of the nodes as they are now: post-processors may have replaced some."""
         with self._lock:
             nodes = [node for found in self._found for node in found]
-        return _texts(nodes)
+        return texts_of(nodes)
 
-    def here(self) -> list[str]:
-        """Texts of the nodes that the current thread or task retrieved last."""
-        return _texts(_HERE.get())
+    def here(self) -> Found:
+        """What the current thread or task retrieved last."""
+        return _HERE.get()
 
     def forget(self, texts: Iterable[str]) -> None:
         """Nodes of these texts were deleted, and get no packets any more."""
@@ -88,14 +98,15 @@ class RetrievedNodes(BaseEventHandler):
 
     def clear(self) -> None:
         """Forget them."""
-        _HERE.set([])
+        _HERE.set(Found())
         with self._lock:
             self._found.clear()
 
 
-def _texts(nodes: Iterable[BaseNode]) -> list[str]:
+def texts_of(nodes: Iterable[BaseNode]) -> list[str]:
+    """Their own texts, each once."""
     return list(dict.fromkeys(node.get_content(MetadataMode.NONE) for node in nodes))
 
 
-_HERE: ContextVar[list[BaseNode]] = ContextVar("kvpacket_retrieved_nodes", default=[])  # noqa: B039 - replaced whole
+_HERE: ContextVar[Found] = ContextVar("kvpacket_retrieved_nodes", default=Found())  # noqa: B039 - replaced whole
 RETRIEVED = RetrievedNodes()

@@ -24,13 +24,12 @@ from llama_index.core.vector_stores.types import (
 
 from kvpacket_rag import Chunk, DiskStore, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
 from llama_index_kvpacket.nodes import matches, query_filter, require_nodes, to_chunk, to_node
-from llama_index_kvpacket.packets import NodePackets, load_engine
+from llama_index_kvpacket.packets import LOADING, NodePackets, load_engine
 from llama_index_kvpacket.parameters import require_engine, require_known, require_names
 from llama_index_kvpacket.persistence import copy_to, open_index, read_pointer, require_local, write_pointer
 from llama_index_kvpacket.versions import StoredVersions
 
 logger = logging.getLogger(__name__)
-_LOADING = "model_name adapter device device_map dtype model_kwargs tokenizer_kwargs min_match_tokens".split()
 
 
 class KVPacketVectorStore(BasePydanticVectorStore):
@@ -50,8 +49,8 @@ class KVPacketVectorStore(BasePydanticVectorStore):
             made of it. None for what a stored index was built with, ``""`` for the node's own text.
         reencode: encode the chunks of a stored index anew if this engine has no packets of them.
         progress: called with tokens done and tokens in all while nodes are encoded.
-        loading: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``model_kwargs``, ``tokenizer_kwargs`` and
-            ``min_match_tokens`` of an engine to be loaded.
+        loading: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``model_kwargs``, ``tokenizer_kwargs``,
+            ``min_match_tokens``, ``quantize`` and ``compress`` of an engine to be loaded.
 
     Raises:
         PacketMismatchError: the index was built with another model, adapter or dtype.
@@ -84,7 +83,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     ) -> None:
         if engine is not None:
             require_engine(type(self).__name__, engine)
-        require_known(type(self).__name__, loading, () if engine else _LOADING)
+        require_known(type(self).__name__, loading, () if engine else LOADING)
         fields: dict[str, Any] = {"path": str(path) if path is not None else None, "kind": kind}
         super().__init__(**fields)
         folder = Path(path).expanduser().absolute() if path is not None else None  # the process may move on
@@ -117,10 +116,10 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode and store nodes; those whose ids are known are replaced, and a text that is known is not encoded.
 
-        A document that an index without its docstore takes for new, since ``VectorStoreIndex.from_vector_store`` gave
-        it an empty one, does not stand beside its old self: the rows that this object found stored go if they are of
-        another version of the document, by the hash that a node tells of its source, or the same pieces of the same
-        one. What was added through this object since stays until LlamaIndex deletes it, as in any vector store.
+        A document that an index without its docstore takes for new, as after ``VectorStoreIndex.from_vector_store``,
+        does not stand beside its old self: rows that this object found stored go if they are of another version of the
+        document, by the hash that a node tells of its source, or the same pieces of the same one. What was added
+        since goes so too in ``refresh_ref_docs``; else it stays until LlamaIndex deletes it, as in any vector store.
 
         Returns:
             The ids of the nodes.
@@ -136,8 +135,11 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         vectors = {node.node_id: self._vector(node) for node in nodes if node.node_id in chunks}
         with self._packets.ownership.threads:
             gone = self._versions.replaced_by(nodes)
+            is_new_index = not len(self._index)
             self._packets.put(list(chunks.values()), [vectors[name] for name in chunks], [*gone, *blank])
             self._versions.forget(nodes, gone)
+            if is_new_index:
+                self._packets.note_embedder(node for node in nodes if node.node_id in chunks)
         if gone:
             logger.info("%d stored nodes were replaced by those of the same documents that came now", len(gone))
         return [node.node_id for node in nodes]
