@@ -2,8 +2,8 @@
 
     python benchmarks/vllm_ttft.py [--tokens 420,840,1680] [--questions 5] [--dtype float32] [--vllm-python PYTHON]
 
-Each question is asked alone, prefix caching off, first from packets and then as text; the first tokens from packets are
-held against the engine's. vLLM runs in an environment of its own, see ``make test-scale``.
+Each question is asked alone, prefix caching off, from packets and then as text; the first tokens from packets are held
+against the engine's. vLLM runs in an environment of its own, see ``make test-scale``.
 """
 
 from __future__ import annotations
@@ -48,11 +48,12 @@ def chats(engine: KVPacketEngine, num_tokens: int, count: int) -> Iterator[list[
 
 
 def rounds(prompts: list[Any]) -> list[dict[str, Any]]:
-    """Warm-up and measurement, from packets and as text; what is measured comes once only."""
+    """Warm-up, measurement in turns from packets and as text, and longer answers from packets."""
     bodies = [prompt.body() | {"sampling": {"max_tokens": 1}} for prompt in prompts]
     texts = [{"prompt": body["prompt"], "sampling": body["sampling"]} for body in bodies]
     answers = [body | {"sampling": {"max_tokens": FIRST.max_new_tokens}} for body in bodies]
-    batches = [bodies[:1], bodies[1:], texts[:1], texts[1:], answers]
+    turns = [request for both in zip(bodies, texts, strict=True) for request in both]
+    batches = [turns[:2], turns[2:], answers]
     return [{"requests": batch, "one_by_one": True} for batch in batches]
 
 
@@ -95,8 +96,8 @@ def report(found: list[list[dict[str, Any]]], prompts: list[list[Any]], expected
     """A line a length."""
     print("tokens  from packets  packets, ms  prefill, ms  times sooner  answers as the engine's")
     for number, (chosen, answers) in enumerate(zip(prompts, expected, strict=True)):
-        _, packets, _, texts, given = found[5 * number : 5 * number + 5]
-        ours, theirs = (1000 * statistics.median(a["seconds"] for a in turn) for turn in (packets, texts))
+        _, turns, given = found[3 * number : 3 * number + 3]
+        ours, theirs = (1000 * statistics.median(a["seconds"] for a in turns[first::2]) for first in (0, 1))
         alike = sum(a["token_ids"] == wanted for a, wanted in zip(given, answers, strict=True))
         length, covered = len(chosen[0].token_ids), chosen[0].packet_tokens
         print(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,7 +16,7 @@ from vllm_samples import SCATTERED, bypassing, messages, prompter_of, request
 
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import KVPacketError, PacketMismatchError, StoreError, UnsupportedModelError
-from kvpacket_rag.serving.vllm_admit import Admission, Settings, require_supported
+from kvpacket_rag.serving.vllm_admit import Admission, Settings, require_same_weights, require_supported
 from kvpacket_rag.serving.vllm_card import ServingCard
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompter
 
@@ -156,6 +157,14 @@ def test_a_vllm_that_would_answer_wrongly_does_not_start(prompter: VLLMPrompter,
     require_supported(vllm_config(), prompter.card)
     with pytest.raises((UnsupportedModelError, PacketMismatchError), match=said):
         require_supported(vllm_config(**changed), prompter.card)
+
+
+def test_other_weights_are_refused(prompter: VLLMPrompter, make_model: Callable[..., Any], tmp_path: Path):
+    for seed in (0, 1):
+        make_model(seed=seed).save_pretrained(tmp_path / str(seed))
+    require_same_weights(SimpleNamespace(model=str(tmp_path / "0"), revision=None), prompter.card)
+    with pytest.raises(PacketMismatchError, match="not those of tiny"):
+        require_same_weights(SimpleNamespace(model=str(tmp_path / "1"), revision=None), prompter.card)
 
 
 def test_compressed_packets_have_no_card(engine: KVPacketEngine):

@@ -15,15 +15,19 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.demo import corpus_folder
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.models import resolve_model
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompt, VLLMPrompter
+from kvpacket_rag.store import DiskStore
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = Path(os.environ.get("KVPACKET_VLLM_PYTHON", ROOT / ".venv-scale" / "vllm" / "bin" / "python"))
@@ -77,16 +81,19 @@ class World:
         """Settings of the connector."""
         return {"card": str(self.folder / "card.json"), "store": str(self.folder / "store")}
 
+    @cached_property
     def cut(self) -> list[VLLMPrompt]:
         """The prompts as vLLM takes them; every chunk has to come from a packet."""
         cut = [self.prompter.prompt(prompt) for prompt in self.prompts]
         assert all(prompt.claim and not prompt.misses for prompt in cut)
         return cut
 
+    @cached_property
     def requests(self) -> list[dict[str, Any]]:
         """One a prompt."""
-        return [prompt.body() | {"sampling": {"max_tokens": ANSWER.max_new_tokens}} for prompt in self.cut()]
+        return [prompt.body() | {"sampling": {"max_tokens": ANSWER.max_new_tokens}} for prompt in self.cut]
 
+    @cached_property
     def expected(self) -> list[list[int]]:
         """Tokens of the engine's own answers, all from packets."""
         answers = [self.engine.generate(prompt, ANSWER) for prompt in self.prompts]
@@ -102,17 +109,30 @@ class World:
         given.write_text(json.dumps(job))
         got.unlink(missing_ok=True)
         command = [str(PYTHON), "-P", str(ROOT / "benchmarks" / "vllm_offline.py"), str(given), str(got)]
-        done = subprocess.run(command, capture_output=True, text=True, timeout=600, env=os.environ | _ENVIRONMENT)
+        done = subprocess.run(command, capture_output=True, text=True, timeout=1800, env=os.environ | _ENVIRONMENT)
         assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-6000:]
         return json.loads(got.read_text()) | {"log": done.stdout + done.stderr}
 
 
-def world_of(folder: Path, **engine: Any) -> World:
-    """SmolLM2 in float32 over a store in ``folder``, which holds the packets of all that is asked."""
-    made = KVPacketEngine.load(SMALL, store=folder / "store", dtype="float32", **engine)
+def smollm2(folder: Path) -> World:
+    """SmolLM2 with the adapter that ships, which leaves no soft tokens in packets; in float32."""
+    engine = KVPacketEngine.load(SMALL, store=folder / "store", dtype="float32")
     texts = sections()
-    made.encode(texts)
-    return World(made, folder, Path(resolve_model(SMALL)), chats(texts))
+    engine.encode(texts)
+    return World(engine, folder, Path(resolve_model(SMALL)), chats(texts))
+
+
+def tiny(folder: Path, model: Any, tokenizer: Any) -> World:
+    """A random model with soft tokens before and behind every chunk, over a copy of it that vLLM can read."""
+    model.save_pretrained(folder / "model")
+    tokenizer.save_pretrained(folder / "model")
+    backbone = Backbone(model, tokenizer, "tiny")
+    engine = KVPacketEngine(
+        backbone, DiskStore(folder / "store"), Adapter.random(backbone.embed(range(500)), 3, 2, seed=1)
+    )
+    texts = sections()
+    engine.encode(texts)
+    return World(engine, folder, folder / "model", chats(texts))
 
 
 def bad_requests(world: World, good: dict[str, Any]) -> dict[str, dict[str, Any]]:
@@ -179,7 +199,7 @@ class Server:
         data = json.dumps({"model": "served"} | body).encode()
         request = urllib.request.Request(self.url + path, data, {"Content-Type": "application/json"})
         try:
-            with urllib.request.urlopen(request, timeout=120) as reply:
+            with urllib.request.urlopen(request, timeout=600) as reply:
                 return reply.status, json.loads(reply.read())
         except urllib.error.HTTPError as error:
             return error.code, json.loads(error.read())
@@ -224,7 +244,7 @@ def serving(world: World, *arguments: str, async_load: bool = False) -> Iterator
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
-    for _ in range(300):
+    for _ in range(900):
         assert process.poll() is None, server.log.read_text()[-6000:]
         try:
             urllib.request.urlopen(f"{server.url}/health", timeout=2).close()

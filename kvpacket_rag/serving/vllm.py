@@ -67,7 +67,7 @@ class KVPacketConnector(KVConnectorBase_V1):  # type: ignore[misc]
         self._store = settings.open_store()
         if role is KVConnectorRole.SCHEDULER:
             if settings.verify_weights:
-                require_same_weights(vllm_config.model_config.model, self._card)
+                require_same_weights(vllm_config.model_config, self._card)
             self._admission = Admission(self._card, self._store, settings.async_load)
         else:
             self._work: Work | None = None

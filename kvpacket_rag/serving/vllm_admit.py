@@ -115,21 +115,26 @@ def require_supported(config: Any, card: ServingCard) -> None:
         )
 
 
-def require_same_weights(model: str, card: ServingCard) -> None:
+def require_same_weights(model: Any, card: ServingCard) -> None:
     """Refuse a model that is not the packets' model, by its parameters.
+
+    Args:
+        model: vLLM's ModelConfig.
+        card: of the packets.
 
     Raises:
         PacketMismatchError: it is another one.
-        ModelNotFoundError: its files cannot be found again.
     """
-    from kvpacket_rag.fingerprint import fingerprint_values  # here, for the worker needs no transformers
-    from kvpacket_rag.models import load_model
+    from transformers import AutoModelForCausalLM  # vLLM's own, which may be older than the engine's
 
-    loaded, _ = load_model(model, "cpu", getattr(torch, card.signature.dtype))
+    from kvpacket_rag.fingerprint import fingerprint_values
+
+    dtype = getattr(torch, card.signature.dtype)
+    loaded = AutoModelForCausalLM.from_pretrained(model.model, revision=model.revision, dtype=dtype)
     if fingerprint_values(loaded) != card.values:
         raise PacketMismatchError(
-            f"the weights of {model} are not those of {card.model}, whose packets these are; serve that model, or "
-            "encode the chunks with this one"
+            f"the weights of {model.model} are not those of {card.model}, whose packets these are; serve that model, "
+            "or encode the chunks with this one"
         )
 
 
