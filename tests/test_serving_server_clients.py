@@ -16,6 +16,7 @@ import pytest
 from conftest import CHUNKS
 from server_samples import Gate, Served, eventually, gate_fixture, rag_fixture, serving  # noqa: F401
 
+from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import DeviceError, StoreError
 from kvpacket_rag.pipeline import KVPacketRAG
@@ -71,6 +72,19 @@ def test_a_client_that_leaves_ends_its_answer_and_gives_context_and_packets_back
         assert served.chat().status_code == 200
         left = 'kvpacket_requests_total{route="/v1/chat/completions",status="499"} 1.0'
         eventually(lambda: left in served.http.get("/metrics").text)
+
+
+def test_a_stream_that_is_closed_while_its_text_is_held_back_stops_there(
+    engine: KVPacketEngine, gate: Gate, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(engine.backbone, "decode", lambda _: "\ufffd")  # an unfinished character, for ever
+    stream = engine.stream("So", GenerationSettings(max_new_tokens=50))
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(list, stream)
+        eventually(lambda: gate.steps == 1)
+        stream.close()
+        gate.open()
+        assert reading.result(10) == [] and gate.steps == 1
 
 
 def test_a_client_that_leaves_while_it_waits_is_not_answered_at_all(engine: KVPacketEngine, gate: Gate):
