@@ -9,17 +9,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from test_store import SIGNATURE, closing, kind, make_packet, open_store, stored_bytes  # noqa: F401 (fixtures)
+from test_store import SIGNATURE, capped_kind, closing, make_packet, open_store, stored_bytes  # noqa: F401 (fixtures)
 
 from kvpacket_rag.errors import KVPacketError, MissingExtraError, PacketError
 from kvpacket_rag.packet import packet_id
-from kvpacket_rag.store import DiskStore, MemoryStore
+from kvpacket_rag.store import DiskStore, MemoryStore, TieredStore
 from kvpacket_rag.store.prometheus import StoreCollector
 
 
-def test_hits_misses_puts_and_evictions_are_counted(kind: str, tmp_path: Path) -> None:  # noqa: F811
-    store = open_store(kind, tmp_path, room=2)
-    size = stored_bytes(kind, make_packet(0))
+def test_hits_misses_puts_and_evictions_are_counted(capped_kind: str, tmp_path: Path) -> None:  # noqa: F811
+    store = open_store(capped_kind, tmp_path, room=2)
+    size = stored_bytes(capped_kind, make_packet(0))
     for seed in range(3):
         store.put(make_packet(seed), "text", "owner")
     for seed in (2, 2, 0, 9):
@@ -49,17 +49,21 @@ def test_every_reason_of_a_miss_on_disk_is_told_apart(tmp_path: Path) -> None:
 def test_prometheus_is_told_the_counts_and_no_text(tmp_path: Path) -> None:
     prometheus_client = pytest.importorskip("prometheus_client")
     disk, memory, registry = DiskStore(tmp_path), MemoryStore(), prometheus_client.CollectorRegistry()
-    collector = StoreCollector({"disk": disk, "memory": memory}, registry)
-    disk.put(make_packet(1), "a secret text")
-    disk.get(packet_id([1], SIGNATURE), SIGNATURE)
+    tiered = TieredStore(disk, host_bytes=10_000)
+    collector = StoreCollector({"handbook": tiered, "talk": memory}, registry)
+    tiered.put(make_packet(1), "a secret text")
+    for _ in range(2):
+        tiered.get(packet_id([1], SIGNATURE), SIGNATURE)
     with pytest.raises(PacketError):
         memory.get(packet_id([1], SIGNATURE), SIGNATURE)
     told = prometheus_client.generate_latest(registry).decode()
     for line in (
-        'kvpacket_store_hits_total{store="disk"} 1.0',
-        'kvpacket_store_misses_total{reason="unknown",store="memory"} 1.0',
-        'kvpacket_store_packets{store="disk"} 1.0',
-        f'kvpacket_store_size_bytes{{store="disk"}} {float(disk.size_bytes)}',
+        'kvpacket_store_hits_total{store="handbook",tier="disk"} 1.0',
+        'kvpacket_store_hits_total{store="handbook",tier="host"} 1.0',
+        'kvpacket_store_misses_total{reason="unknown",store="talk",tier="memory"} 1.0',
+        'kvpacket_store_packets{store="handbook",tier="disk"} 1.0',
+        f'kvpacket_store_size_bytes{{store="handbook",tier="disk"}} {float(disk.size_bytes)}',
+        f'kvpacket_store_size_bytes{{store="handbook",tier="host"}} {float(make_packet(1).size_bytes)}',
     ):
         assert line in told
     assert "secret" not in told

@@ -84,7 +84,7 @@ def _index(folder: Path, list_documents: bool) -> dict[str, Any]:
             "documents": len(index.documents()),
             "chunks": len(index),
             "packets": len(store),
-            "bytes_of_packets": store.size_bytes,
+            "bytes_by_tier": {name: tier.size_bytes for name, tier in store.tiers.items()},
             "bytes_of_packets_in_quarantine": _bytes_in(folder / "quarantine"),
             "bytes_of_index": _bytes_of(folder / INDEX_FILE),
             "bytes_of_catalogue": _bytes_of(folder / "packets.sqlite"),
@@ -177,6 +177,8 @@ def _rows(name: str, value: Any) -> Iterator[tuple[str, str]]:
     if name == "about":
         for key, part in value.items():
             yield from flat(key.replace("_", " "), part)
+    elif name.startswith("bytes") and isinstance(value, Mapping):
+        yield name, ", ".join(f"{tier} {size(amount)}" for tier, amount in value.items())
     elif name.startswith("bytes"):
         yield name, size(value)
     elif isinstance(value, list):

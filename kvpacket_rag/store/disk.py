@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Self
@@ -15,7 +15,7 @@ from kvpacket_rag.store.changes import FILE_MISSING, QUARANTINED, STORED, Packet
 from kvpacket_rag.store.check import StoreCheck, StoreState, check, state
 from kvpacket_rag.store.eviction import Eviction, require_eviction
 from kvpacket_rag.store.folder import StoreFolder
-from kvpacket_rag.store.metrics import MissReason, StoreMetrics
+from kvpacket_rag.store.metrics import MissReason, StoreMetrics, Tier
 from kvpacket_rag.store.packet_file import FileStamp, packet_parts, read_packet
 from kvpacket_rag.store.protocol import KnownChunk, require_byte_cap, require_packet_id
 from kvpacket_rag.store.reads import Reads
@@ -32,10 +32,14 @@ class DiskStore:
     cut, a flipped bit or an exchanged file shows as :class:`PacketCorruptError`, never as an answer.
     Tensors are mapped, not copied, and stay readable after their packet was deleted.
 
-    Holds are those of this process: what another process evicts is a miss if it was not loaded yet. Several
-    processes of one machine may share a store on its local disk. On a network file system SQLite's locks and its
-    shared memory do not reach from one machine to another, so there only one machine may use it at a time. Where
-    the folder cannot be written, what it holds is read, and every change is refused.
+    Holds are those of this process: what another process evicts is a miss if it was not loaded yet. Where the folder
+    cannot be written, what it holds is read, and every change is refused.
+
+    Several processes of one machine may share a store: on its local disk all is well. On a network disk (NFS, SMB,
+    sshfs, …) only one machine may use it at a time, and the disk needs locks: SQLite's write-ahead log is held together
+    by memory that processes share and machines do not, so two machines that write at once would damage the catalogue.
+    Opening a store on such a disk is logged as a warning, where the system tells (Linux); a disk without locks is
+    refused. Machines that need the same packets share a :class:`~kvpacket_rag.store.RemoteStore`, or keep a store each.
 
     Args:
         path: the folder, created when missing.
@@ -47,12 +51,12 @@ class DiskStore:
         sweep: put right at opening what killed processes left; without, :meth:`state` and :meth:`check` show it.
 
     Attributes:
+        folder: where the packets lie, that of the namespace.
+        max_bytes: the cap.
         metrics: what this object counted since it was opened.
 
     Raises:
         StoreFormatError: the folder holds another format version.
-        folder: where the packets lie, that of the namespace.
-        max_bytes: the cap.
         StoreError: the path is a file, or the folder cannot be created or read.
     """
 
@@ -68,12 +72,12 @@ class DiskStore:
         require_byte_cap(max_bytes)
         require_eviction(eviction)
         self._folder = StoreFolder(namespace_folder(path, namespace))
+        self.folder = self._folder.root
+        self.max_bytes = max_bytes
         self.metrics = StoreMetrics()
         self._catalogue = Catalogue(self._folder.root / "packets.sqlite", self.metrics)
         self._closed = False
         try:
-        self.folder = self._folder.root
-        self.max_bytes = max_bytes
             self._reads = Reads(self._catalogue.latest_use())
             limits = Limits(max_bytes, eviction)
             self._upkeep = Upkeep(self._folder, self._catalogue, self._reads, limits, self.metrics)
@@ -168,6 +172,11 @@ class DiskStore:
     def size_bytes(self) -> int:
         """Bytes of all packet files, those set aside as damaged included."""
         return self._catalogue.totals().size_bytes
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """See :attr:`PacketStore.tiers`."""
+        return {"disk": self}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # it is shared, by copies too

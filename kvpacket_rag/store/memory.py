@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from threading import RLock
@@ -15,7 +15,7 @@ from kvpacket_rag.errors import PacketNotFoundError, StoreFullError
 from kvpacket_rag.packet import Packet, PacketSignature
 from kvpacket_rag.store.eviction import Candidate, Eviction, choose, require_eviction
 from kvpacket_rag.store.holds import Holds
-from kvpacket_rag.store.metrics import StoreMetrics
+from kvpacket_rag.store.metrics import StoreMetrics, Tier
 from kvpacket_rag.store.protocol import KnownChunk, require_byte_cap, require_packet_id
 
 
@@ -150,6 +150,11 @@ class MemoryStore:
     def size_bytes(self) -> int:
         """Bytes of all stored tensors."""
         return self._size_bytes
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """See :attr:`PacketStore.tiers`."""
+        return {"memory": self}
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # it is shared, by copies too

@@ -6,22 +6,22 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from threading import Lock
-from typing import Literal
+from typing import Literal, Protocol
 
 MissReason = Literal["unknown", "evicted", "quarantined", "missing", "damaged", "mismatch", "unreadable"]
 
 
 @dataclass(frozen=True, slots=True)
 class StoreCounts:
-    """The counts of one store object since it was opened; those of other processes are their own.
+    """The counts of one store object, or of one of its tiers, since it was opened; other processes have their own.
 
     Attributes:
         hits: packets that were asked for and given.
         misses: packets that were asked for and not given, by reason: ``unknown`` to the store, ``evicted``,
             ``quarantined`` before, its file ``missing``, found ``damaged`` now, a signature ``mismatch``,
             or ``unreadable`` because the system would not let it be read.
-        loads: packets read from a file.
-        bytes_loaded: of those files.
+        loads: packets read from a file, or copied into this tier.
+        bytes_loaded: of those.
         verifications: loads that recomputed the checksum; a file is verified once until it changes.
         puts: packets written.
         bytes_put: of those.
@@ -65,3 +65,22 @@ class StoreMetrics:
         """All counts at this moment."""
         with self._lock:
             return StoreCounts(misses=dict(self._misses), **self._counts)
+
+
+class Tier(Protocol):
+    """Packets in one kind of memory: ``disk``, ``memory``, or copies in ``host`` memory and on the ``device``.
+
+    Attributes:
+        metrics: what was counted of it.
+    """
+
+    metrics: StoreMetrics
+
+    def __len__(self) -> int:
+        """Number of packets in it now."""
+        ...
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes they take."""
+        ...

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from kvpacket_rag.errors import MissingExtraError
-from kvpacket_rag.store.metrics import StoreMetrics
+from kvpacket_rag.store.protocol import PacketStore
 
 if TYPE_CHECKING:
     from prometheus_client import CollectorRegistry
 
 _COUNTERS = {
     "hits": "Packets asked for and given",
-    "loads": "Packets read from a file",
-    "bytes_loaded": "Bytes of packet files read",
+    "loads": "Packets read from a file or copied into a tier",
+    "bytes_loaded": "Bytes of packets read or copied",
     "verifications": "Loads that recomputed the checksum",
     "puts": "Packets written",
     "bytes_put": "Bytes of packets written",
@@ -22,21 +22,11 @@ _COUNTERS = {
     "bytes_evicted": "Bytes of packets that made room",
     "damaged_rows": "Rows whose text was not believed",
 }
-
-
-class CountingStore(Protocol):
-    """A store that counts, as both stores of this package do."""
-
-    metrics: StoreMetrics
-
-    def __len__(self) -> int: ...
-
-    @property
-    def size_bytes(self) -> int: ...
+_LABELS = ["store", "tier"]
 
 
 class StoreCollector:
-    """Reads the counts of stores whenever they are scraped; labels carry the stores' names, never a text.
+    """Reads the counts of stores, by tier, whenever they are scraped; labels carry names, never a text.
 
     Args:
         stores: by the name each is to have.
@@ -50,7 +40,7 @@ class StoreCollector:
         >>> prometheus_client.start_http_server(9000)              # doctest: +SKIP
     """
 
-    def __init__(self, stores: Mapping[str, CountingStore], registry: CollectorRegistry | None = None) -> None:
+    def __init__(self, stores: Mapping[str, PacketStore], registry: CollectorRegistry | None = None) -> None:
         try:
             import prometheus_client
         except ImportError as error:
@@ -63,24 +53,25 @@ class StoreCollector:
         """The families of all counts, as a registry asks for them."""
         from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-        counts = {name: store.metrics.snapshot() for name, store in self._stores.items()}
+        tiers = {(name, tier): found for name, store in self._stores.items() for tier, found in store.tiers.items()}
+        counts = {labels: tier.metrics.snapshot() for labels, tier in tiers.items()}
         for field, told in _COUNTERS.items():
-            family = CounterMetricFamily(f"kvpacket_store_{field}", told, labels=["store"])
-            for name, found in counts.items():
-                family.add_metric([name], getattr(found, field))
+            family = CounterMetricFamily(f"kvpacket_store_{field}", told, labels=_LABELS)
+            for labels, found in counts.items():
+                family.add_metric(labels, getattr(found, field))
             yield family
         misses = CounterMetricFamily(
-            "kvpacket_store_misses", "Packets asked for and not given", labels=["store", "reason"]
+            "kvpacket_store_misses", "Packets asked for and not given", labels=[*_LABELS, "reason"]
         )
-        for name, found in counts.items():
+        for labels, found in counts.items():
             for reason, amount in found.misses.items():
-                misses.add_metric([name, reason], amount)
+                misses.add_metric([*labels, reason], amount)
         yield misses
-        packets = GaugeMetricFamily("kvpacket_store_packets", "Packets stored now", labels=["store"])
-        size = GaugeMetricFamily("kvpacket_store_size_bytes", "Bytes they take", labels=["store"])
-        for name, store in self._stores.items():
-            packets.add_metric([name], len(store))
-            size.add_metric([name], store.size_bytes)
+        packets = GaugeMetricFamily("kvpacket_store_packets", "Packets held now", labels=_LABELS)
+        size = GaugeMetricFamily("kvpacket_store_size_bytes", "Bytes they take", labels=_LABELS)
+        for labels, tier in tiers.items():
+            packets.add_metric(labels, len(tier))
+            size.add_metric(labels, tier.size_bytes)
         yield from (packets, size)
 
     def close(self) -> None:

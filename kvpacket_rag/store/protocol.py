@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Protocol, runtime_checkable
 
 from kvpacket_rag.errors import PacketError, StoreError
 from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.store.metrics import Tier
 
 _PACKET_ID = re.compile(r"[0-9a-f]{64}")
 
@@ -106,6 +107,11 @@ class PacketStore(Protocol):
     @property
     def size_bytes(self) -> int:
         """Bytes the packets take now, those set aside as damaged included."""
+        ...
+
+    @property
+    def tiers(self) -> Mapping[str, Tier]:
+        """Bytes and counts by the kind of memory, fastest first."""
         ...
 
     def close(self) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from threading import RLock
@@ -14,8 +14,10 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from kvpacket_rag.device_errors import is_out_of_memory
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.store.metrics import StoreMetrics, Tier
 from kvpacket_rag.store.protocol import KnownChunk, PacketStore
 
 logger = logging.getLogger(__name__)
@@ -34,8 +36,7 @@ class TieredStore:
         device_bytes: of the tier on ``device``; 0 for none.
         device: of the model.
 
-    Attributes:
-        hits: packets given by each tier, ``"device"``, ``"host"`` and ``"below"``.
+    What each tier holds and has done, hits, copies made and evictions, stands in :attr:`tiers`.
 
     Raises:
         StoreError: a tier is larger than the memory there is.
@@ -61,28 +62,37 @@ class TieredStore:
             "device": _Tier(device_bytes, lambda tensor: tensor.to(device)),
             "host": _Tier(host_bytes, lambda tensor: tensor.pin_memory() if pin else tensor.clone()),
         }
-        self.hits = dict.fromkeys((*self._tiers, "below"), 0)
-        self._lock = RLock()
+        self._revision: int | None = None  # of the store below when the copies were last compared with it
 
     def get(self, packet_id: str, signature: PacketSignature) -> Packet:
         """See :meth:`PacketStore.get`; from the fastest tier that has it."""
         if packet_id in self.below:
-            for name, tier in self._tiers.items():
+            for tier in self._tiers.values():
                 packet = tier.find(packet_id)
                 if packet is not None:
+                    if packet.signature != signature:
+                        tier.metrics.miss("mismatch")
                     signature.require(packet.signature, packet_id)
-                    return self._given(name, packet)
+                    tier.metrics.count(hits=1)
+                    return self._kept(packet)
         else:
             self._forget([packet_id])
-        return self._given("below", self.below.get(packet_id, signature))
+        packet = self._kept(self.below.get(packet_id, signature))
+        self._forget_what_is_gone()
+        return packet
 
-    def _given(self, source: str, packet: Packet) -> Packet:
-        """Count it and keep copies in the tiers that lack it; the fastest one's is what is given."""
-        with self._lock:
-            self.hits[source] += 1
+    def _kept(self, packet: Packet) -> Packet:
+        """Keep copies in the tiers that lack it; the fastest one's is what is given."""
         for tier in reversed(self._tiers.values()):
             packet = tier.keep(packet)
         return packet
+
+    def _forget_what_is_gone(self) -> None:
+        """Free the copies of what others deleted; looked for beside a load, which takes longer."""
+        if (revision := self.below.revision()) != self._revision:
+            for tier in self._tiers.values():
+                self._forget(name for name in tier.names() if name not in self.below)
+            self._revision = revision
 
     def _forget(self, packet_ids: Iterable[str]) -> None:
         for packet_id in packet_ids:
@@ -136,17 +146,21 @@ class TieredStore:
         return self.below.size_bytes
 
     @property
-    def tier_bytes(self) -> dict[str, int]:
-        """Bytes of the copies in each tier."""
-        return {name: tier.size_bytes for name, tier in self._tiers.items()}
+    def tiers(self) -> Mapping[str, Tier]:
+        """See :attr:`PacketStore.tiers`: the copies on the device and in host memory, and those of the store below."""
+        return {**self._tiers, **self.below.tiers}
+
+    def drop_copies(self) -> None:
+        """Empty the tiers; what is read from now on is copied again."""
+        for tier in self._tiers.values():
+            tier.clear()
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # it is shared, by copies too
 
     def close(self) -> None:
         """Let go of all copies and close the store below."""
-        for tier in self._tiers.values():
-            tier.clear()
+        self.drop_copies()
         self.below.close()
 
 
@@ -158,7 +172,15 @@ class _Tier:
         self._copy = copy
         self._packets: OrderedDict[str, Packet] = OrderedDict()
         self._lock = RLock()
+        self.metrics = StoreMetrics()
         self.size_bytes = 0
+
+    def __len__(self) -> int:
+        return len(self._packets)
+
+    def names(self) -> list[str]:
+        with self._lock:
+            return list(self._packets)
 
     def find(self, packet_id: str) -> Packet | None:
         with self._lock:
@@ -175,15 +197,20 @@ class _Tier:
             if packet.size_bytes > self._max_bytes:
                 return packet
             while self.size_bytes + packet.size_bytes > self._max_bytes:
-                self.forget(next(iter(self._packets)))
+                oldest = next(iter(self._packets))
+                self.metrics.count(evictions=1, bytes_evicted=self._packets[oldest].size_bytes)
+                self.forget(oldest)
             try:
                 copied = replace(packet, tensors=tuple(map(self._copy, packet.tensors)))
-            except torch.OutOfMemoryError:
+            except (MemoryError, RuntimeError) as error:
+                if not is_out_of_memory(error):
+                    raise
                 logger.warning("a tier of packets was emptied: its memory is needed by others")
                 self.clear()
                 return packet
             self._packets[packet.packet_id] = copied
             self.size_bytes += copied.size_bytes
+            self.metrics.count(loads=1, bytes_loaded=copied.size_bytes)
             return copied
 
     def forget(self, packet_id: str) -> None:
