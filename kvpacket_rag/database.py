@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import logging
 import os
 import sqlite3
 import time
@@ -10,8 +12,22 @@ from urllib.request import pathname2url
 
 from kvpacket_rag.errors import StoreError
 
+logger = logging.getLogger(__name__)
+
 NO_WRITE_CODES = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 BUSY_SECONDS = 60.0
+_NEEDS = (
+    "has no locks or no shared memory, by which processes take turns; use a local disk, or, from one machine at a "
+    "time, a network disk with locks (NFS 4, SMB)"
+)
+_NO_LOCKS = {f"SQLITE_{name}" for name in ("PROTOCOL", "IOERR_LOCK", "IOERR_RDLOCK", "IOERR_SHMLOCK", "IOERR_SHMMAP")}
+_MOUNTS = Path("/proc/self/mountinfo")
+_NETWORK = frozenset(
+    (
+        "9p afs beegfs ceph cifs fuse.ceph fuse.glusterfs fuse.rclone fuse.s3fs fuse.sshfs gfs2 glusterfs gpfs lustre "
+        "nfs nfs4 smb3 smbfs virtiofs"
+    ).split()
+)
 _COMPACT_BYTES = 64_000_000  # a file up to this size is written anew in less than a second, and in memory
 
 
@@ -57,8 +73,10 @@ def use_write_ahead_log(connection: sqlite3.Connection, path: Path | None) -> No
     """Switch modes; SQLite does not wait by itself when another process is switching too.
 
     Raises:
-        StoreError: the file system has no memory that processes share.
+        StoreError: the file system has no locks, or no memory that processes share.
     """
+    if path is not None:
+        warn_of_network(path.parent)
     give_up = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -66,12 +84,44 @@ def use_write_ahead_log(connection: sqlite3.Connection, path: Path | None) -> No
             break
         except sqlite3.OperationalError as error:
             if error.sqlite_errorcode & 0xFF != sqlite3.SQLITE_BUSY or time.monotonic() > give_up:
+                if error.sqlite_errorname in _NO_LOCKS:
+                    raise StoreError(f"the file system of {str(path)!r} {_NEEDS} ({error})") from error
                 raise
             time.sleep(0.01)
     if path is not None and mode != "wal":
-        raise StoreError(
-            f"the file system of {str(path)!r} has no shared memory for a write-ahead log; use a local disk"
+        raise StoreError(f"the file system of {str(path)!r} {_NEEDS}")
+
+
+@functools.cache
+def warn_of_network(folder: Path) -> None:
+    """Say, once a folder, that it lies on a disk that other machines may reach, which no lock of SQLite keeps out.
+
+    The write-ahead log is held together by memory that processes share, and machines do not share memory: two of them
+    that change one store at once would damage it, and neither would notice. Known on Linux only.
+    """
+    kind = file_system(folder)
+    if kind in _NETWORK:
+        logger.warning(
+            "%s lies on a network disk (%s): several processes of this machine may use it, but no other machine at "
+            "the same time, for their locks do not reach each other",
+            folder,
+            kind,
         )
+
+
+def file_system(folder: Path) -> str:
+    """The kind of file system a folder lies on, as Linux names it; "" where that is not known."""
+    try:
+        lines = _MOUNTS.read_text(encoding="utf-8", errors="replace").splitlines()
+    except OSError:
+        return ""
+    found, place = "", os.path.realpath(folder)
+    for line in lines:
+        mounted, _, kinds = line.partition(" - ")
+        root = mounted.split(" ")[4].replace("\\040", " ")
+        if place == root or place.startswith(root.rstrip("/") + "/"):
+            found = max(found, f"{len(root):06} {kinds.split(' ')[0]}")  # the deepest holds it
+    return found[7:]
 
 
 def empty_log(connection: sqlite3.Connection, wait_seconds: float) -> bool:

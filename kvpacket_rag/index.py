@@ -43,7 +43,13 @@ class PacketIndex:
 
     @classmethod
     def open(
-        cls, path: Path | str | None, *, dim: int | None = None, kind: Kind = "flat", namespace: str = ""
+        cls,
+        path: Path | str | None,
+        *,
+        dim: int | None = None,
+        kind: Kind = "flat",
+        namespace: str = "",
+        load: bool = True,
     ) -> PacketIndex:
         """Open the index in a folder, or start one there.
 
@@ -55,6 +61,7 @@ class PacketIndex:
                 and then, and builds its graph anew at every opening (about 0.5 ms a chunk).
             namespace: whose chunks these are; each is an index of its own below ``path``, see
                 :func:`~kvpacket_rag.namespace.namespace_folder`.
+            load: read the vectors at once, so that damage to them shows now; else when they are first searched.
 
         Raises:
             StoreFormatError: the folder's index file is none, or one of another format version.
@@ -68,7 +75,8 @@ class PacketIndex:
         index = cls(ChunkRows(IndexFile(file)), dim, kind)
         try:
             with index._rows.file.reading():
-                index._refresh()
+                if load:
+                    index._refresh()
         except BaseException:
             index.close()
             raise

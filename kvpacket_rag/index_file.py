@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import sqlite3
 import threading
+import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -13,7 +14,7 @@ from kvpacket_rag import database
 from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
 
 APPLICATION_ID = 0x6B767069  # "kvpi", in the header of the file
-FORMAT_VERSION = 2
+FORMAT_VERSION = 3
 _LOG_WAIT_SECONDS = 1.0  # for readers to finish before the log is emptied of what was deleted
 
 # A vector gets a new id whenever it is written, and no id comes twice: the ids alone tell what changed.
@@ -24,15 +25,21 @@ _SCHEMA = (
     "CREATE INDEX chunks_by_document ON chunks (document_id)",
     """CREATE TABLE vectors (
         vector_id INTEGER PRIMARY KEY AUTOINCREMENT,
-        seq INTEGER NOT NULL UNIQUE REFERENCES chunks ON DELETE CASCADE, vector BLOB NOT NULL)""",
+        seq INTEGER NOT NULL UNIQUE REFERENCES chunks ON DELETE CASCADE, vector BLOB NOT NULL,
+        checksum INTEGER NOT NULL)""",
     "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
     f"PRAGMA application_id = {APPLICATION_ID}",
     f"PRAGMA user_version = {FORMAT_VERSION}",
 )
-_FROM_VERSION_1 = (  # rows had no digest: what they say is believed once more, and sealed
+_FROM_VERSION_2 = (  # vectors had no checksum: what is there is believed once more, and sealed
+    "ALTER TABLE vectors ADD COLUMN checksum INTEGER NOT NULL DEFAULT -1",
+    "UPDATE vectors SET checksum = vector_checksum(seq, vector)",
+    f"PRAGMA user_version = {FORMAT_VERSION}",
+)
+_FROM_VERSION_1 = (  # nor had rows a digest
     "ALTER TABLE chunks ADD COLUMN digest BLOB NOT NULL DEFAULT x''",
     "UPDATE chunks SET digest = row_digest(chunk_id, text, document_id, metadata, packet_id)",
-    f"PRAGMA user_version = {FORMAT_VERSION}",
+    *_FROM_VERSION_2,
 )
 _ADVICE: dict[str, tuple[type[StoreError], str]] = {
     "SQLITE_NOTADB": (StoreFormatError, "choose another folder, or move the file away and build the index again"),
@@ -54,12 +61,17 @@ def row_digest(*columns: str) -> bytes:
     return digest.digest()
 
 
+def vector_checksum(seq: int, vector: bytes) -> int:
+    """32 bits over a vector and the number of the chunk it belongs to: damage would find other chunks."""
+    return zlib.crc32(vector, seq & 0xFFFFFFFF)
+
+
 class IndexFile:
     """One connection under one lock, so threads may share it.
 
-    Other processes may open the same file on a local disk (SQLite's write-ahead log needs memory
-    that they share). Every change is one transaction: whole or not at all, also if the process is killed.
-    Where nothing can be written, what there is can be read.
+    Other processes of the same machine may open the same file (SQLite's write-ahead log needs memory that they
+    share; for network disks see :class:`~kvpacket_rag.store.DiskStore`). Every change is one transaction: whole or
+    not at all, also if the process is killed. Where nothing can be written, what there is can be read.
     """
 
     def __init__(self, path: Path | None) -> None:
@@ -159,9 +171,10 @@ class IndexFile:
             self._db.execute(f"PRAGMA {pragma}")
         if version != FORMAT_VERSION:
             self._db.create_function("row_digest", 5, row_digest, deterministic=True)
+            self._db.create_function("vector_checksum", 2, vector_checksum, deterministic=True)
             with self.writing() as db:
                 version = self._format()  # another process may have been quicker
-                for statement in {0: _SCHEMA, 1: _FROM_VERSION_1}.get(version, ()):
+                for statement in {0: _SCHEMA, 1: _FROM_VERSION_1, 2: _FROM_VERSION_2}.get(version, ()):
                     db.execute(statement)
 
     def _read_only(self, error: sqlite3.OperationalError) -> None:
@@ -176,8 +189,8 @@ class IndexFile:
         if (version := self._format()) != FORMAT_VERSION:
             self._db.close()
             raise StoreFormatError(
-                f"index {self.name} has format {version} and cannot be written; open it once where it can, "
-                f"which brings it to format {FORMAT_VERSION}"
+                f"index {self.name} has format {version} and cannot be written; run 'kvpacket check "
+                f"{self._path.parent}' once where it can, which brings it to format {FORMAT_VERSION}"
             )
 
     def _look_again(self) -> None:

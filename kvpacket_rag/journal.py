@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
+from typing import Self
 
 from filelock import FileLock
 
@@ -20,9 +21,31 @@ _SETTING = "unsettled"
 OWNER_PREFIX = "owner_prefix"  # setting of an index whose packets lie in a store that others use too
 
 
-def change_lock(folder: str | Path) -> FileLock:
-    """To be held while an index in a folder is changed, so that processes take turns; reading needs no lock."""
-    return FileLock(Path(folder) / ".changing.lock")
+class ChangeLock(FileLock):
+    """A file that one process at a time holds; the system lets go of it when that process ends, however it ends."""
+
+    def __enter__(self) -> Self:
+        """Wait for it.
+
+        Raises:
+            StoreError: the folder cannot be written, or its file system has no locks.
+        """
+        try:
+            return super().__enter__()
+        except (NotImplementedError, OSError) as error:
+            raise StoreError(
+                f"{self.lock_file!r} cannot be locked ({error}); make its folder writable, and use a local disk or a "
+                "network disk with locks"
+            ) from error
+
+
+def change_lock(folder: str | Path) -> ChangeLock:
+    """To be held while an index in a folder is changed, so that processes take turns; reading needs no lock.
+
+    On a network disk it reaches as far as the disk's own locks do: NFS 4 and SMB carry them to other machines, sshfs
+    does not. Two machines may not use one folder at once in any case, see :class:`~kvpacket_rag.store.DiskStore`.
+    """
+    return ChangeLock(Path(folder) / ".changing.lock")
 
 
 def owner_names(index: PacketIndex, chunk_ids: Iterable[str]) -> list[str]:
@@ -65,7 +88,12 @@ class OwnerJournal:
         self._write({name: ids for name, ids in noted.items() if name not in done})
 
     def _read(self) -> dict[str, list[str]]:
-        noted: dict[str, list[str]] = json.loads(self._index.get_setting(_SETTING) or "{}")
+        try:
+            noted: dict[str, list[str]] = json.loads(self._index.get_setting(_SETTING) or "{}")
+        except ValueError as error:
+            raise StoreError(
+                f"the journal of the index is damaged ({error}); move the folder away and ingest the documents again"
+            ) from error
         return noted
 
     def _write(self, noted: Mapping[str, list[str]]) -> None:

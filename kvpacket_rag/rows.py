@@ -11,14 +11,14 @@ import numpy.typing as npt
 
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.errors import StoreError
-from kvpacket_rag.index_file import IndexFile, row_digest
+from kvpacket_rag.index_file import IndexFile, row_digest, vector_checksum
 
 _PAGE = 500  # rows read at a time where all are wanted
 _COLUMNS = "chunk_id, text, document_id, metadata, packet_id"
 _UPSERT = f"""INSERT INTO chunks ({_COLUMNS}, digest) VALUES (?, ?, ?, ?, ?, ?) ON CONFLICT (chunk_id) DO UPDATE SET
     text = excluded.text, document_id = excluded.document_id, metadata = excluded.metadata,
     packet_id = excluded.packet_id, digest = excluded.digest"""
-_SET_VECTOR = "INSERT OR REPLACE INTO vectors (seq, vector) SELECT seq, ? FROM chunks WHERE chunk_id = ?"
+_SET_VECTOR = "INSERT OR REPLACE INTO vectors (seq, vector, checksum) VALUES (?, ?, ?)"
 
 _SELECT = f"SELECT {_COLUMNS}, digest, seq FROM chunks"
 
@@ -55,7 +55,9 @@ class ChunkRows:
                 raise wrong_dim(self.file.name, dim, vectors.shape[1])
             for record, vector in zip(records, vectors.astype("<f4", copy=False), strict=True):
                 db.execute(_UPSERT, (*record, row_digest(*record)))
-                db.execute(_SET_VECTOR, (vector.tobytes(), record[0]))
+                (seq,) = db.execute("SELECT seq FROM chunks WHERE chunk_id = ?", record[:1]).fetchone()
+                content = vector.tobytes()
+                db.execute(_SET_VECTOR, (seq, content, vector_checksum(seq, content)))
 
     def delete(self, chunk_ids: Iterable[str]) -> list[str]:
         """Delete chunks and their vectors; the ids that were there, in the order given."""
@@ -89,6 +91,8 @@ class ChunkRows:
         with self.file.reading() as db:
             sql = f"{_SELECT} WHERE seq = (SELECT seq FROM vectors WHERE vector_id = ?)"
             row = db.execute(sql, (vector_id,)).fetchone()
+            if row is None:
+                raise self._damaged_vectors()
             return self._chunk(row), row[4]
 
     def after(self, seq: int) -> tuple[int, list[tuple[Chunk, str]]]:
@@ -123,9 +127,12 @@ class ChunkRows:
     def vector(self, chunk_id: str) -> Vectors | None:
         """(dim,), the vector of a chunk."""
         with self.file.reading() as db:
-            sql = "SELECT vector FROM vectors WHERE seq = (SELECT seq FROM chunks WHERE chunk_id = ?)"
+            columns = "seq, vector, checksum"
+            sql = f"SELECT {columns} FROM vectors WHERE seq = (SELECT seq FROM chunks WHERE chunk_id = ?)"
             row = db.execute(sql, (chunk_id,)).fetchone()
-            return np.frombuffer(row[0], "<f4") if row else None
+        if row and not _is_whole(*row):
+            raise self._damaged_vectors()
+        return np.frombuffer(row[1], "<f4") if row else None
 
     def vector_ids(self) -> Ids:
         """(n,), ascending: the id of every vector."""
@@ -146,22 +153,29 @@ class ChunkRows:
             StoreError: a vector is damaged.
         """
         with self.file.reading() as db:
-            sql = "SELECT vector_id, vector FROM vectors WHERE vector_id BETWEEN ? AND ? ORDER BY vector_id"
+            columns = "vector_id, seq, vector, checksum"
+            sql = f"SELECT {columns} FROM vectors WHERE vector_id BETWEEN ? AND ? ORDER BY vector_id"
             wanted = set(vector_ids.tolist())
             span = (int(vector_ids[0]), int(vector_ids[-1]))
-            blobs = [blob for name, blob in db.execute(sql, span) if name in wanted]
-        if all(len(blob) == 4 * dim for blob in blobs):
-            matrix = np.frombuffer(b"".join(blobs), "<f4").reshape(-1, dim)
-            if np.allclose(np.einsum("nd,nd->n", matrix, matrix), 1.0, atol=1e-3):
-                return matrix
-        raise StoreError(f"index {self.file.name} holds damaged vectors; build the index again from the documents")
+            rows = [row[1:] for row in db.execute(sql, span) if row[0] in wanted]
+        if not all(_is_whole(*row) and len(row[1]) == 4 * dim for row in rows):
+            raise self._damaged_vectors()
+        return np.frombuffer(b"".join(row[1] for row in rows), "<f4").reshape(-1, dim)
+
+    def _damaged_vectors(self) -> StoreError:
+        return StoreError(
+            f"index {self.file.name} holds damaged vectors; run 'kvpacket check DIR --repair', which takes their "
+            "documents out, and ingest those again"
+        )
 
     def damaged(self) -> dict[str, str]:
-        """Chunk and document ids of rows that do not say what was written, as far as they can still be told."""
+        """Chunk and document ids of rows or vectors that are not what was written, as far as they can still be told."""
         found: dict[str, str] = {}
+        columns = ", ".join(f"chunks.{name}" for name in (*_COLUMNS.split(", "), "digest"))
+        sql = f"SELECT {columns}, seq, vector, checksum FROM chunks LEFT JOIN vectors USING (seq)"
         with self.file.reading() as db:
-            for row in db.execute(_SELECT):
-                if not _is_intact(row):
+            for row in db.execute(sql):
+                if not _is_intact(row) or not _is_whole(*row[6:]):
                     found[str(row[0])] = str(row[2])
         return found
 
@@ -181,6 +195,11 @@ class ChunkRows:
 
 def _is_intact(row: tuple[Any, ...]) -> bool:
     return all(isinstance(column, str) for column in row[:5]) and row_digest(*row[:5]) == row[5]
+
+
+def _is_whole(seq: Any, vector: Any, checksum: Any) -> bool:
+    """Whether a vector is there and is the one that was written."""
+    return isinstance(seq, int) and isinstance(vector, bytes) and vector_checksum(seq, vector) == checksum
 
 
 def wrong_dim(where: str, stored: int | None, given: int) -> StoreError:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sqlite3
 from pathlib import Path
@@ -11,6 +12,7 @@ import pytest
 from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixture  # noqa: F401
 
 from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.store import DiskStore
 
 
 def harm_packet(index: Path) -> str:
@@ -37,6 +39,14 @@ def test_a_sound_index_is_told_so_without_loading_a_model(kv: Run, index: Path, 
     assert code == 0 and "all is well" in out and ["packets", "whole", "4"] in map(str.split, out.splitlines())
 
 
+def test_how_far_verifying_is_is_told_up_to_the_last_byte(index: Path) -> None:
+    told: list[tuple[int, int]] = []
+    with contextlib.closing(DiskStore(index)) as store:
+        found = store.check(progress=lambda done, total: told.append((done, total)))
+    assert [total for _, total in told] == [found.bytes_read] * 4
+    assert [done for done, _ in told] == sorted({done for done, _ in told}) and told[-1][0] == found.bytes_read
+
+
 def test_what_is_wrong_is_listed_and_repaired(kv: Run, index: Path, docs: Path) -> None:
     damaged = harm_packet(index)
     orphan = index / "packets" / "00" / f"{'0' * 64}.safetensors"
@@ -53,6 +63,19 @@ def test_what_is_wrong_is_listed_and_repaired(kv: Run, index: Path, docs: Path) 
     assert (code, found["verdict"]) == (0, "all is well")
     assert kv("ingest", docs, "--index", index)[0] == 0
     assert found_by(kv, index)[1]["packets_whole"] >= 3
+
+
+def test_damaged_vectors_are_found_and_their_documents_taken_out(kv: Run, index: Path, docs: Path) -> None:
+    statement(index / "index.sqlite", "UPDATE vectors SET vector = zeroblob(LENGTH(vector)) WHERE seq = 3")
+    statement(index / "index.sqlite", "DELETE FROM vectors WHERE seq = 1")
+    code, _, err = kv("ask", "Who signed?", "--index", index)
+    assert code == 1 and "'kvpacket check DIR --repair'" in err
+    code, found = found_by(kv, index)
+    assert code == 3 and len(found["damaged_rows_of_index"]) == 2
+    assert found_by(kv, index, "--repair")[0] == 0
+    assert kv("ingest", docs, "--index", index)[0] == 0
+    code, found = found_by(kv, index)
+    assert (code, found["packets_whole"], found["chunks_without_packet"]) == (0, 4, 0)
 
 
 def test_damaged_rows_of_packets_are_taken_out(kv: Run, index: Path) -> None:
@@ -83,4 +106,7 @@ def test_inspect_shows_leftovers_and_the_last_sweep(kv: Run, index: Path) -> Non
     stray.write_bytes(b"left over")
     found = json.loads(kv("inspect", index, "--json")[1])
     assert found["files_without_row"] == 1 and found["last_sweep"] != "never" and stray.exists()
+    packets = sum(path.stat().st_size for path in (index / "packets").rglob("*.safetensors"))
+    assert found["bytes_by_tier"] == {"disk": packets}
+    assert "bytes by tier" in kv("inspect", index)[1]
     assert found["bytes_of_catalogue"] > 0 and found["packets_evicted"] == found["rows_without_file"] == 0

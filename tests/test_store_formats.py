@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+import contextlib
 import sqlite3
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from pipeline_samples import documents, pipeline
+from safetensors import safe_open
 from test_store import SIGNATURE, closing, make_packet  # noqa: F401 (closing is a fixture)
 
+from kvpacket_rag import database
 from kvpacket_rag.chunk import Chunk
+from kvpacket_rag.cli import main
 from kvpacket_rag.errors import StoreFormatError
 from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.journal import change_lock
 from kvpacket_rag.packet import packet_id
 from kvpacket_rag.store import DiskStore
 
@@ -37,7 +44,50 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_fixture_is_kept_of_every_format() -> None:
-    assert {path.stem[-1] for path in DATA.glob("store-format-*.zip")} == {"1", "2"}
+    assert {path.stem[-1] for path in DATA.glob("store-format-*.zip")} == {"1", "2", "3"}
+
+
+def version_in(path: Path) -> str:
+    if path.suffix == ".safetensors":
+        with safe_open(path, "pt") as file:
+            return str(file.metadata()["format_version"])
+    if path.suffix != ".sqlite":
+        return ""
+    with contextlib.closing(sqlite3.connect(path)) as connection:
+        sql = "PRAGMA user_version" if path.stem == "index" else "SELECT value FROM meta WHERE key = 'format_version'"
+        return str(connection.execute(sql).fetchone()[0])
+
+
+def test_every_file_of_a_folder_says_its_format_but_for_a_lock_that_holds_nothing(
+    backbone: Any, tmp_path: Path
+) -> None:
+    with pipeline(backbone, tmp_path, lock=change_lock(tmp_path)) as rag:
+        rag.add(documents())
+        rag.engine.store._folder.set_aside(next(rag.index.rows())[1])  # type: ignore[attr-defined]
+    versions = {path.name: version_in(path) for path in tmp_path.rglob("*") if path.is_file()}
+    packets = {name: found for name, found in versions.items() if name.endswith(".safetensors")}
+    assert len(packets) == 4 and set(packets.values()) == {"1"}
+    rest = {name: found for name, found in versions.items() if name not in packets}
+    assert rest == {"packets.sqlite": "2", "index.sqlite": "3", ".changing.lock": ""}
+    assert (tmp_path / ".changing.lock").read_bytes() == b""
+
+
+@pytest.mark.parametrize("opener", [DiskStore, PacketIndex.open])
+def test_an_earlier_format_that_cannot_be_written_is_refused_with_the_command_that_migrates_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opener: Any
+) -> None:
+    def refuse(*_: object) -> None:
+        error = sqlite3.OperationalError("attempt to write a readonly database")
+        error.sqlite_errorcode, error.sqlite_errorname = sqlite3.SQLITE_READONLY, "SQLITE_READONLY"
+        raise error
+
+    with zipfile.ZipFile(DATA / "store-format-1.zip") as archive:
+        archive.extractall(tmp_path)
+    with monkeypatch.context() as patch, pytest.raises(StoreFormatError, match=f"run 'kvpacket check {tmp_path}'"):
+        patch.setattr(database, "use_write_ahead_log", refuse)
+        opener(tmp_path)
+    assert main(["check", str(tmp_path)]) == 0
+    opener(tmp_path).close()
 
 
 def test_a_store_of_an_earlier_format_gives_its_packets_and_takes_new_ones(old: Path) -> None:

@@ -18,8 +18,9 @@ from test_store import SIGNATURE, make_packet, same
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.errors import KVPacketError, PacketCorruptError, StoreError
 from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.journal import OwnerJournal
 from kvpacket_rag.packet import packet_id
-from kvpacket_rag.store import DiskStore
+from kvpacket_rag.store import DiskStore, MemoryStore
 from kvpacket_rag.store.packet_file import packet_parts, read_packet
 
 PACKET, OTHER = make_packet(1, num_tokens=2), make_packet(2, num_tokens=2)
@@ -224,3 +225,62 @@ def test_damage_to_a_row_of_the_index_is_named_and_never_given_out(tmp_path: Pat
         index.add([Chunk("c1", "text 1", "d1")], np.eye(3)[1:2], ["p"])
         assert index.get(["c1"]) == [Chunk("c1", "text 1", "d1")]
     index.close()
+
+
+def test_any_damage_to_a_vector_is_found_before_it_finds_other_chunks(tmp_path: Path) -> None:
+    index = PacketIndex.open(tmp_path)
+    index.add([Chunk(f"c{n}", f"text {n}", f"d{n}") for n in range(8)], np.eye(8) + 0.1, ["p"] * 8)
+    db = index._rows.file._db
+    (whole,) = db.execute("SELECT vector FROM vectors WHERE seq = 3").fetchone()
+    for place in range(0, 8 * len(whole), 7):
+        content = bytearray(whole)
+        content[place // 8] ^= 1 << place % 8
+        db.execute("UPDATE vectors SET vector = ? WHERE seq = 3", (bytes(content),))
+        assert index.damaged() == {"c2": "d2"}
+        with pytest.raises(StoreError, match="damaged vectors; run 'kvpacket check DIR --repair'"):
+            PacketIndex.open(tmp_path)
+        with pytest.raises(StoreError, match="damaged vectors"):
+            index.vectors(["c2"])
+    with sqlite3.connect(tmp_path / "index.sqlite") as connection:  # which minds no references
+        connection.execute("UPDATE vectors SET vector = ?, seq = 99 WHERE seq = 3", (whole,))
+    connection.close()
+    with pytest.raises(StoreError, match="damaged vectors"):
+        PacketIndex.open(tmp_path)
+    index.close()
+
+
+@pytest.mark.usefixtures("fast_disk")
+def test_a_flipped_bit_of_the_index_never_gives_another_text_or_another_order(tmp_path: Path) -> None:
+    index = PacketIndex.open(tmp_path / "index")
+    chunks = [Chunk(f"c{n}", f"text {n} of the harbour office " * 4, f"d{n}", {"title": f"T{n}"}) for n in range(8)]
+    index.add(chunks, np.eye(8, 16) + 0.1, list(TEXTS))
+    index.set_setting("unsettled", '{"d9": ["c9"]}')
+    index.close()
+    path = tmp_path / "index" / "index.sqlite"
+    whole, chance, found = path.read_bytes(), random.Random(5), [0, 0]
+    used = [place for place in range(len(whole)) if whole[place]]
+    for _ in range(150):
+        content, place = bytearray(whole), chance.choice(used)
+        content[place] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        found[_search_all(path.parent, chunks)] += 1
+        for rest in path.parent.glob("index.sqlite-*"):
+            rest.unlink()
+    assert found[0] and found[1], "of the mutations, some must hurt and some not"
+
+
+def _search_all(folder: Path, chunks: list[Chunk]) -> int:
+    """0 when all is there and right, 1 when the index says that it is damaged, or that something is not there."""
+    try:
+        with contextlib.closing(PacketIndex.open(folder)) as index:
+            for number in range(8):
+                hits = index.search(np.eye(8, 16)[number] + 0.1, 1)
+                if not hits or hits[0].chunk != chunks[number]:
+                    assert not hits or (hits[0].chunk in chunks and len(index) < 8)
+                    return 1
+                assert hits[0].packet_id == list(TEXTS)[number]
+            list(index.rows())
+            OwnerJournal(index, MemoryStore()).documents()
+            return 0
+    except StoreError:
+        return 1

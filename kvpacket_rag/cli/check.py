@@ -57,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
         store = opened.enter_context(closing(DiskStore(folder, sweep=False)))
         index = None
         if (folder / INDEX_FILE).is_file():
-            index = opened.enter_context(closing(PacketIndex.open(folder)))
+            index = opened.enter_context(closing(PacketIndex.open(folder, load=False)))
         found: dict[str, Any] = _check_index(index, store, args.repair) if index is not None else {}
         packets = store.check(repair=args.repair, progress=_Percent())
     found |= _told(packets)

@@ -47,8 +47,7 @@ class Catalogue:
     Where nothing can be written, it is read, and every change is refused with the reason.
 
     Args:
-        path: the file, created when missing. It must lie on a local disk: the write-ahead log needs
-            shared memory between its processes.
+        path: the file, created when missing. The write-ahead log needs memory that its processes share.
         metrics: where damaged rows are counted.
 
     Raises:
@@ -128,10 +127,10 @@ class Catalogue:
     def is_owner(self, packet_id: str, owner: str) -> bool:
         """Whether the packet has that owner."""
         return bool(self._rows("SELECT 1 FROM owners WHERE packet_id = ? AND owner = ?", packet_id, owner))
+
     def owners(self, packet_id: str) -> list[str]:
         """The owners of a packet."""
         return [owner for (owner,) in self._rows("SELECT owner FROM owners WHERE packet_id = ?", packet_id)]
-
 
     def totals(self) -> Totals:
         """Counts, bytes and revision now.
@@ -171,11 +170,11 @@ class Catalogue:
         """Number of stored packets by signature."""
         query = "SELECT signature, COUNT(*) FROM packets WHERE state = 'stored' GROUP BY signature"
         return dict(self._rows(query))
+
     def signatures_but(self, reason: str) -> dict[str, int]:
         """Number of known packets by signature, but for those that are not stored for this reason."""
         query = "SELECT signature, COUNT(*) FROM packets WHERE reason != ? GROUP BY signature"
         return dict(self._rows(query, reason))
-
 
     def ids(self, state: str) -> set[str]:
         """The packets in one state."""
