@@ -74,8 +74,11 @@ def read_paper_file(path: str | Path) -> tuple[Tensor, Tensor, dict[str, str]]:
     if not zipfile.is_zipfile(path):
         raise AdapterError(f"{path} is no torch file (or does not exist); expected a .pt adapter of the paper")
     try:
+        with zipfile.ZipFile(path) as archive:
+            if any(entry.compress_type != zipfile.ZIP_STORED for entry in archive.infolist()):
+                raise AdapterError(f"{path} is compressed, which torch never does, and may unfold to any size")
         content = torch.load(path, map_location="cpu", weights_only=True)
-    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError) as error:
+    except (OSError, RuntimeError, EOFError, ValueError, pickle.UnpicklingError, zipfile.BadZipFile) as error:
         raise AdapterError(f"cannot read {path} as tensors and plain values: {error}") from error
     if not isinstance(content, dict):
         raise AdapterError(f"{path} holds a {type(content).__name__}; expected a dictionary with header and trailer")
@@ -96,4 +99,6 @@ def _paper_part(part: object, what: str) -> Tensor:
     if not isinstance(part, Tensor) or part.dim() != 3 or part.shape[0] != 1 or not part.is_floating_point():
         found = tuple(part.shape) if isinstance(part, Tensor) else type(part).__name__
         raise AdapterError(f"{what} is {found}; expected floats of shape (1, tokens, hidden)")
+    if part.nbytes > part.untyped_storage().nbytes():
+        raise AdapterError(f"{what} is {tuple(part.shape)}, but the file holds fewer numbers, to be repeated")
     return part

@@ -12,6 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import suppress
+from pathlib import Path
 from typing import Any, Self
 
 from kvpacket_rag.errors import DocumentError
@@ -82,7 +83,8 @@ class ParserProcess:
         self.close()
 
     def _start(self) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-c", _CODE, str(self._max_bytes), *filter(None, sys.path)]
+        paths = [*filter(None, sys.path), str(Path(__file__).resolve().parent.parent)]
+        command = [sys.executable, "-c", _CODE, str(self._max_bytes), *paths]
         pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet)

@@ -39,8 +39,7 @@ def _no_documents_of_other_tests() -> None:
             module.RETRIEVED.clear()
 
 
-@pytest.fixture(scope="session")
-def tokenizer() -> PreTrainedTokenizerFast:
+def tiny_tokenizer() -> PreTrainedTokenizerFast:
     """Byte-level BPE over a few sentences, with ChatML control tokens and template; puts no token before a text."""
     inner = Tokenizer(models.BPE())
     inner.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -61,33 +60,40 @@ def tokenizer() -> PreTrainedTokenizerFast:
     )
 
 
+def tiny_model(
+    config_class: type = LlamaConfig, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any
+) -> Any:
+    """A random model of a few thousand weights; every keyword goes into its config."""
+    torch.manual_seed(seed)
+    common = {
+        "vocab_size": 512,
+        "hidden_size": 64,
+        "intermediate_size": 96,
+        "num_hidden_layers": 3,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 2,
+        "max_position_embeddings": 2048,
+        "pad_token_id": 0,
+        "bos_token_id": None,
+        "eos_token_id": 2,
+    }
+    model = AutoModelForCausalLM.from_config(config_class(**(common | settings)), dtype=dtype).eval()
+    for parameter in model.parameters():  # wider than the default draw, so that positions and order matter
+        if parameter.dim() > 1:
+            parameter.data.mul_(4)
+    return model
+
+
+@pytest.fixture(scope="session")
+def tokenizer() -> PreTrainedTokenizerFast:
+    """The tiny tokenizer."""
+    return tiny_tokenizer()
+
+
 @pytest.fixture(scope="session")
 def make_model() -> Callable[..., PreTrainedModel]:
-    """A random model of a few thousand weights; every keyword goes into its config."""
-
-    def make(
-        config_class: type = LlamaConfig, seed: int = 0, dtype: torch.dtype = torch.float32, **settings: Any
-    ) -> Any:
-        torch.manual_seed(seed)
-        common = {
-            "vocab_size": 512,
-            "hidden_size": 64,
-            "intermediate_size": 96,
-            "num_hidden_layers": 3,
-            "num_attention_heads": 4,
-            "num_key_value_heads": 2,
-            "max_position_embeddings": 2048,
-            "pad_token_id": 0,
-            "bos_token_id": None,
-            "eos_token_id": 2,
-        }
-        model = AutoModelForCausalLM.from_config(config_class(**(common | settings)), dtype=dtype).eval()
-        for parameter in model.parameters():  # wider than the default draw, so that positions and order matter
-            if parameter.dim() > 1:
-                parameter.data.mul_(4)
-        return model
-
-    return make
+    """Makes random models of a few thousand weights."""
+    return tiny_model
 
 
 @pytest.fixture(scope="session")

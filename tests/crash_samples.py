@@ -7,6 +7,7 @@ import os
 import signal
 import sqlite3
 import sys
+import time
 import traceback
 from collections.abc import Callable
 from pathlib import Path
@@ -86,6 +87,16 @@ def killed_at(number: int, work: Callable[[], None]) -> bool:
     return os.WIFSIGNALED(status)
 
 
+def killed_after(seconds: float, work: Callable[[], None]) -> bool:
+    """Run ``work`` in a process that is killed after so many seconds; False if it ended before."""
+    child = os.fork()
+    if not child:
+        _work_and_exit(work, None)
+    time.sleep(seconds)
+    os.kill(child, signal.SIGKILL)
+    return os.WIFSIGNALED(os.waitpid(child, 0)[1])
+
+
 def failing_at(number: int, work: Callable[[], None]) -> bool:
     """Run ``work`` in a process whose step of that number, and all after it of that kind, meet a disk that fails.
 
@@ -115,11 +126,12 @@ def failing_at(number: int, work: Callable[[], None]) -> bool:
     return met == "met"
 
 
-def _work_and_exit(work: Callable[[], None], step: Step) -> NoReturn:
+def _work_and_exit(work: Callable[[], None], step: Step | None) -> NoReturn:
     """Do it in this process, which ends with it: 0 if it ended well, 1 after an error, which is printed."""
     code = 1
     try:
-        watch(step)
+        if step is not None:
+            watch(step)
         work()
         code = 0
     except BaseException:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import pickle
 import stat
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -109,6 +110,20 @@ class Bomb:
 
     def __reduce__(self) -> Any:
         return Path.touch, (self.path,)
+
+
+def test_a_file_that_would_unfold_is_refused(tmp_path: Path):
+    torch.save({"header": torch.zeros(1, 1 << 20, 8), "trailer": torch.zeros(1, 2, 8)}, tmp_path / "plain.pt")
+    with zipfile.ZipFile(tmp_path / "plain.pt") as plain, zipfile.ZipFile(tmp_path / "a.pt", "w", 8) as packed:
+        for name in plain.namelist():
+            packed.writestr(name, plain.read(name))
+    torch.save(
+        {"header": torch.zeros(1, 1, 8).expand(1, 1 << 40, 8), "trailer": torch.zeros(1, 2, 8)}, tmp_path / "b.pt"
+    )
+    for name, reason in (("a.pt", "is compressed"), ("b.pt", "fewer numbers")):
+        assert (tmp_path / name).stat().st_size < 1 << 20
+        with pytest.raises(AdapterError, match=reason):
+            import_paper_adapter(tmp_path / name)
 
 
 def test_a_pickle_that_runs_code_is_refused_and_runs_nothing(tmp_path: Path):

@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import contextlib
+import gc
+import os
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CHUNKS
-from test_store import SIGNATURE, closing, kind, make_packet, open_store, stored_bytes  # noqa: F401 (fixtures)
+from harm_samples import SHORT, prompts
+from test_store import SIGNATURE, capped_kind, closing, make_packet, open_store, stored_bytes  # noqa: F401 (fixtures)
 
-from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.packet import packet_id
-from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore
+from kvpacket_rag.store import DiskStore, MemoryStore, PacketStore, TieredStore
 from kvpacket_rag.store.eviction import Candidate, choose
 
 
@@ -25,13 +28,13 @@ def lasting(seed: int, text_tokens: int) -> Any:
     return replace(make_packet(seed), num_tokens=text_tokens, span=text_tokens + 2)
 
 
-def opened(kind: str, folder: Path, room: int) -> PacketStore:  # noqa: F811
+def opened(kind: str, folder: Path, room: int) -> PacketStore:
     max_bytes = room * stored_bytes(kind, make_packet(0)) + 99  # spans of three digits make a header longer
     return DiskStore(folder, max_bytes, eviction="cost") if kind == "disk" else MemoryStore(max_bytes, eviction="cost")
 
 
-def test_the_cheapest_to_encode_again_for_its_bytes_goes_first(kind: str, tmp_path: Path) -> None:  # noqa: F811
-    store = opened(kind, tmp_path, room=3)
+def test_the_cheapest_to_encode_again_for_its_bytes_goes_first(capped_kind: str, tmp_path: Path) -> None:
+    store = opened(capped_kind, tmp_path, room=3)
     for seed, text_tokens in enumerate([500, 5, 400]):
         store.put(lasting(seed, text_tokens), f"text {seed}", f"owner {seed}")
     store.put(lasting(3, 300), "text 3")
@@ -52,8 +55,8 @@ def test_an_unknown_order_of_eviction_is_refused(tmp_path: Path) -> None:
             opener()
 
 
-def test_ten_thousand_requests_a_third_of_them_broken_off_leave_nothing_held(kind: str, tmp_path: Path) -> None:  # noqa: F811
-    store = open_store(kind, tmp_path, room=3)
+def test_ten_thousand_requests_a_third_of_them_broken_off_leave_nothing_held(capped_kind: str, tmp_path: Path) -> None:
+    store = open_store(capped_kind, tmp_path, room=3)
     holds = store._upkeep.holds if isinstance(store, DiskStore) else store._holds  # type: ignore[attr-defined]
 
     def request(number: int) -> Any:
@@ -81,20 +84,44 @@ def test_ten_thousand_requests_a_third_of_them_broken_off_leave_nothing_held(kin
         assert set(held) == set()
 
 
-def test_requests_that_are_broken_off_hold_no_packet_and_no_context(backbone: Any, tmp_path: Path) -> None:
-    engine = KVPacketEngine(backbone, DiskStore(tmp_path), min_match_tokens=4)
-    engine.encode(CHUNKS)
-    for number in range(30):
-        stream = engine.stream(f"{CHUNKS[number % 4]}\n\nWhat?", GenerationSettings(max_new_tokens=4))
-        if number % 3:
-            next(iter(stream), None)
-        if number % 3 == 2:
-            stream.read_all()
-        del stream
-    with engine.store._upkeep.holds.frozen() as held:  # type: ignore[attr-defined]
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="resident memory is read in /proc")
+@pytest.mark.parametrize("requests", [1500, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_requests_of_which_a_third_are_cancelled_leave_nothing_pinned_and_memory_flat(
+    backbone: Any, tmp_path: Path, requests: int
+) -> None:
+    with contextlib.closing(DiskStore(tmp_path / "sizes")) as sizes:
+        KVPacketEngine(backbone, sizes, min_match_tokens=4).encode(CHUNKS)
+        cap = sizes.size_bytes * 3 // 4
+    store = TieredStore(DiskStore(tmp_path / "store", cap), host_bytes=cap // 2)
+    engine = KVPacketEngine(backbone, store, min_match_tokens=4)  # room for three of four: packets come and go
+    engine.encode(CHUNKS, [f"owner {n}" for n in range(len(CHUNKS))])
+    asked, resident = prompts(), []
+
+    def work(worker: int) -> None:
+        for number in range(worker, requests, 4):
+            stream = engine.stream(asked[number % len(asked)], SHORT)
+            if number % 3:
+                stream.read_all()
+            elif number % 2:
+                next(iter(stream), None)  # cancelled as the first piece was there; else before it began
+            if number % (requests // 10) == 0:
+                gc.collect()
+                resident.append(resident_bytes())
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(work, range(4)))
+    gc.collect()
+    with store.below._upkeep.holds.frozen() as held:  # type: ignore[attr-defined]
         assert not held
     assert len(backbone.pool._idle) <= backbone.pool.max_idle
+    assert store.below.size_bytes <= cap and store.tiers["host"].size_bytes <= cap // 2
+    assert resident_bytes() - resident[len(resident) // 3] < 16 << 20
+    assert store.tiers["disk"].metrics.snapshot().evictions > requests / 20
     engine.close()
+
+
+def resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 def test_a_count_that_is_wrong_does_not_make_a_store_refuse_for_ever(tmp_path: Path) -> None:

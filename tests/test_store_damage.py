@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from harm_samples import ask_after_mutations
 from test_store import SIGNATURE, closing, make_packet, same  # noqa: F401 (closing is a fixture)
 
 from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError
@@ -178,6 +179,13 @@ def test_a_pickle_under_a_packets_name_is_refused_without_running(store: DiskSto
     with pytest.raises(PacketCorruptError):
         store.get(PACKET.packet_id, SIGNATURE)
     assert not target.exists()
+
+
+@pytest.mark.parametrize("rounds", [45, pytest.param(1000, marks=pytest.mark.slow)])
+def test_whatever_is_damaged_the_answer_is_right_and_the_miss_is_counted_and_mended(
+    backbone: Any, tmp_path: Path, rounds: int
+) -> None:
+    assert ask_after_mutations(backbone, tmp_path / "a" / "b" / "store", rounds) == rounds
 
 
 def test_the_damaged_file_goes_with_its_text(store: DiskStore, path: Path) -> None:

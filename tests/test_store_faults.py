@@ -201,6 +201,27 @@ def test_a_request_is_answered_though_nothing_can_be_written(
     engine.close()
 
 
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.EIO, errno.ESTALE])
+def test_a_request_is_answered_though_no_packet_can_be_read(
+    backbone: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    engine = KVPacketEngine(backbone, DiskStore(tmp_path), min_match_tokens=4)
+    engine.encode(CHUNKS[:2])
+    prompt = f"{CHUNKS[0]}\n\n{CHUNKS[1]}\n\nWho signed?"
+    before = engine.generate(prompt)
+
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpacket_rag.store.packet_file.open", refuse, raising=False)
+        after = engine.generate(prompt)
+    assert after.token_ids == before.token_ids and len(after.usage.misses) == 2
+    assert all(os.strerror(number) in miss.reason for miss in after.usage.misses)
+    assert engine.generate(prompt).usage.misses == () and engine.store.check().is_sound  # type: ignore[attr-defined]
+    engine.close()
+
+
 def test_a_clock_that_goes_back_makes_files_verified_again_and_nothing_lost(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -21,6 +21,7 @@ from test_store import SIGNATURE, closing  # noqa: F401 (a fixture)
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.compress.reduction import Reduction
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import KVPacketError
 from kvpacket_rag.packet import PacketSignature, packet_id
@@ -80,7 +81,7 @@ def test_packets_of_another_model_are_never_reused(
     assert theirs.generate(PROMPT).usage.chunks_reused == 1 and len(store) == 2
 
 
-def test_another_adapter_none_or_a_sink_are_identities_of_their_own(
+def test_another_adapter_none_a_sink_and_whatever_makes_packets_smaller_are_identities_of_their_own(
     backbone: Backbone, adapter: Adapter, tmp_path: Path
 ) -> None:
     store = DiskStore(tmp_path)
@@ -88,6 +89,10 @@ def test_another_adapter_none_or_a_sink_are_identities_of_their_own(
         KVPacketEngine(backbone, store, min_match_tokens=4),
         KVPacketEngine(backbone, store, adapter=adapter, min_match_tokens=4),
         KVPacketEngine(backbone, store, sink=1, min_match_tokens=4),
+        KVPacketEngine(backbone, store, min_match_tokens=4, reduction=Reduction.of("random:0.3", None)),
+        KVPacketEngine(backbone, store, min_match_tokens=4, reduction=Reduction.of("random:0.5", None)),
+        KVPacketEngine(backbone, store, min_match_tokens=4, reduction=Reduction.of(None, "int8")),
+        KVPacketEngine(backbone, store, min_match_tokens=4, reduction=Reduction.of(None, "int4")),
     ]
     for number, engine in enumerate(engines):
         assert engine.generate(PROMPT).usage.chunks_reused == 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import random
 import subprocess
@@ -12,41 +11,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import CHUNKS
+from harm_samples import ask_at_once
 from pipeline_samples import packet_files
 from test_store import SIGNATURE, closing, make_packet, same  # noqa: F401 (closing is a fixture)
 
-from kvpacket_rag.decode import GenerationSettings
-from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import PacketError
 from kvpacket_rag.packet import packet_id
 from kvpacket_rag.store import DiskStore
 
-SHORT = GenerationSettings(max_new_tokens=3)
-
-
-def prompts() -> list[str]:
-    """200 of them over overlapping chunks, many of them equal."""
-    chance = random.Random(0)
-    chosen = [chance.sample(CHUNKS, chance.randint(1, 3)) for _ in range(200)]
-    return ["\n\n".join([*texts, f"Question {number % 5}?"]) for number, texts in enumerate(chosen)]
-
 
 @pytest.mark.parametrize("room", [None, 2])
 def test_eight_threads_of_25_requests_get_the_serial_answers(backbone: Any, tmp_path: Path, room: int | None) -> None:
-    alone = KVPacketEngine(backbone, min_match_tokens=4)
-    alone.encode(CHUNKS)
-    serial = {prompt: alone.generate(prompt, SHORT).token_ids for prompt in dict.fromkeys(prompts())}
-    with contextlib.closing(DiskStore(tmp_path / "sizes")) as sizes:
-        KVPacketEngine(backbone, sizes, min_match_tokens=4).encode(CHUNKS)
-        cap = None if room is None else sizes.size_bytes * room // len(CHUNKS)
-    engine = KVPacketEngine(backbone, DiskStore(tmp_path / "store", cap), min_match_tokens=4)
-    engine.encode(CHUNKS, [f"owner {n}" for n in range(len(CHUNKS))])
-    with ThreadPoolExecutor(8) as threads:
-        answers = list(threads.map(lambda prompt: engine.generate(prompt, SHORT).token_ids, prompts()))
-    assert answers == [serial[prompt] for prompt in prompts()]
-    assert engine.store.check().is_sound and (cap is None or engine.store.size_bytes <= cap)  # type: ignore[attr-defined]
-    engine.close()
+    assert ask_at_once(backbone, tmp_path, 200, room) == 200
 
 
 INGEST = """
