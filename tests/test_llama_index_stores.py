@@ -21,7 +21,8 @@ from llama_index_kvpacket.beside import drop_packets
 from llama_index_kvpacket.documents import delete_document
 from llama_index_kvpacket.postprocessor import KVPacketPostprocessor
 from llama_index_kvpacket.transform import PACKET_ID_KEY, KVPacketTransform
-from llama_index_samples import QUESTION, WordEmbedding, documents, node, nodes
+from llama_index_samples import DIM, QUESTION, WordEmbedding, documents, node, nodes
+from vector_server_samples import milvus_file, own_name, postgres_url
 
 from kvpacket_rag import Backbone, KVPacketEngine, KVPacketError, StoreFullError
 
@@ -38,7 +39,23 @@ def qdrant() -> Any:
     return module.QdrantVectorStore(client=QdrantClient(":memory:"), collection_name="chunks")
 
 
-STORES = pytest.mark.parametrize("make", [SimpleVectorStore, qdrant])
+def pgvector() -> Any:
+    """A table of a real PostgreSQL."""
+    from llama_index.vector_stores.postgres import PGVectorStore
+
+    urls = postgres_url("psycopg2"), postgres_url("asyncpg")
+    return PGVectorStore(*urls, table_name=own_name(), schema_name="public", embed_dim=DIM, use_jsonb=True)
+
+
+def milvus() -> Any:
+    """Milvus in this process, over a file of its own."""
+    from llama_index.vector_stores.milvus import MilvusVectorStore
+
+    return MilvusVectorStore(uri=milvus_file(), collection_name=own_name(), dim=DIM, use_async_client=False)
+
+
+SERVERS = [pytest.param(make, marks=pytest.mark.scale) for make in (pgvector, milvus)]
+STORES = pytest.mark.parametrize("make", [SimpleVectorStore, qdrant, *SERVERS])
 
 
 @pytest.fixture(autouse=True)

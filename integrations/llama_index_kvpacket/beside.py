@@ -59,14 +59,8 @@ def owner_name(owner: str, document_id: str) -> str:
 def replace_packets(engine: KVPacketEngine, nodes: Sequence[BaseNode], owner: str, text_key: str) -> list[Encodable]:
     """Make the packets of documents' nodes, and drop those that the documents had besides."""
     found = encodable(engine, nodes, owner, text_key)
-    texts, owners = [each.text for each in found], [each.owner for each in found]
-    guards = [f"{name}\n(changing)" for name in owners]  # no packet that stays is without owner meanwhile
-    try:
-        engine.encode(texts, guards)
-        engine.drop_owners({owner_name(owner, document_of(node) or node.node_id) for node in nodes})
-        engine.encode(texts, owners)
-    finally:
-        engine.drop_owners(dict.fromkeys(guards))
+    old = [owner_name(owner, document_of(node) or node.node_id) for node in nodes]
+    engine.writer.replace([each.text for each in found], [each.owner for each in found], old)
     return found
 
 
