@@ -5,9 +5,10 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
+from typing import Protocol
 
 import numpy as np
 
@@ -18,6 +19,7 @@ from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal, owner_names, remove_document
+from kvpacket_rag.packet_writer import MissingPacket
 from kvpacket_rag.progress import IngestProgress, IngestReport, OnProgress
 from kvpacket_rag.rows import metadata_json
 
@@ -27,12 +29,20 @@ _BATCH_CHUNKS = 64
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """The chunks a document is to have."""
+    """The chunks a document is to have; ``missing`` holds the packets that are not there yet, each with its tokens."""
 
     document_id: str
     chunks: list[Chunk]
-    num_tokens: int
+    missing: dict[str, int]
     is_new: bool
+
+
+class PacketWorkers(Protocol):
+    """Processes that make packets, such as :class:`~kvpacket_rag.ingest_ray.RayWorkers`."""
+
+    def make(self, engine: KVPacketEngine, batches: Sequence[Sequence[MissingPacket]]) -> Iterator[str]:
+        """Have each batch made in one forward and its packets put into the engine's store; their ids, as they come."""
+        ...
 
 
 class Ingester:
@@ -70,7 +80,9 @@ class Ingester:
         self._threads = threading.RLock()
         self._processes = lock or nullcontext()
 
-    def add(self, documents: Iterable[Document], progress: OnProgress | None = None) -> IngestReport:
+    def add(
+        self, documents: Iterable[Document], progress: OnProgress | None = None, workers: PacketWorkers | None = None
+    ) -> IngestReport:
         """Add documents, or update those whose id is known; what is stored is not encoded again.
 
         A document that did not change costs nothing; one whose metadata alone changed is neither encoded
@@ -82,6 +94,7 @@ class Ingester:
             documents: to be split, encoded and embedded; of one id twice, the last counts. One that cannot be
                 cut into chunks is skipped; one without text removes what was stored under its id.
             progress: called as packets are finished.
+            workers: make the packets in place of this process, which then only embeds; the packets are the same.
 
         Raises:
             StoreError: metadata cannot be stored, or the files cannot be written.
@@ -90,7 +103,9 @@ class Ingester:
         with self._threads, self._processes:
             report = IngestReport()
             plans = self._plans(documents, report)
-            meter = _Meter(progress, sum(plan.num_tokens for plan in plans), report)
+            meter = _Meter(progress, {name: size for plan in plans for name, size in plan.missing.items()}, report)
+            if workers is not None:
+                self._make_ahead(plans, workers, meter)
             for batch in _batches(plans):
                 self._store(batch, meter)
                 report.added += sum(plan.is_new for plan in batch)
@@ -126,9 +141,10 @@ class Ingester:
         """
         with self._threads, self._processes:
             rows = list(self.index.rows())
-            tokens = {chunk.chunk_id: self.engine.count_tokens(chunk.text.strip()) for chunk, _ in rows}
+            wanted = (self.engine.encoder.identify(chunk.text) for chunk, _ in rows)
+            missing = {name: len(ids) for name, ids in wanted if name not in self.engine.store}
             report = IngestReport(chunks=len(rows))
-            meter = _Meter(progress, sum(tokens.values()), report)
+            meter = _Meter(progress, missing, report)
             for start in range(0, len(rows), _BATCH_CHUNKS):
                 batch = rows[start : start + _BATCH_CHUNKS]
                 ids = [chunk.chunk_id for chunk, _ in batch]
@@ -137,7 +153,7 @@ class Ingester:
                 for old in {name for _, name in batch} - set(names):
                     self.engine.store.delete(old)
                 self.index.set_packet_ids(dict(zip(ids, names, strict=True)))
-                meter.finish(sum(tokens[name] for name in ids))
+                meter.finish(names)
             return report
 
     def _plans(self, documents: Iterable[Document], report: IngestReport) -> list[_Plan]:
@@ -162,17 +178,43 @@ class Ingester:
                 continue
             try:
                 chunks = [_named(chunk, mark) for chunk in splitter.split(document, self.chunk_tokens)]
-                tokens = sum(len(self.engine.encoder.identify(chunk.text)[1]) for chunk in chunks)
+                wanted = [self.engine.encoder.identify(chunk.text) for chunk in chunks]
             except DocumentError as error:
                 report.skipped[name] = str(error)
                 continue
             if chunks or stored:
-                plans[name] = _Plan(name, chunks, tokens, not stored)
+                missing = {packet: len(ids) for packet, ids in wanted if packet not in known}
+                plans[name] = _Plan(name, chunks, missing, not stored)
             else:
                 report.skipped[name] = "holds no text but white space"
         self._journal.settle(unchanged)
         report.unchanged = len(unchanged)
         return list(plans.values())
+
+    def _make_ahead(self, plans: Sequence[_Plan], workers: PacketWorkers, meter: _Meter) -> None:
+        """Have all packets made that are missing, in the forwards in which :meth:`_store` would make them."""
+        self._note(plans)
+        forwards: list[list[MissingPacket]] = []
+        made: dict[str, int] = {}
+        for batch in _batches(plans):
+            chunks = [chunk for plan in batch for chunk in plan.chunks]
+            owners = owner_names(self.index, [chunk.chunk_id for chunk in chunks])
+            new = self.engine.writer.missing_batches([chunk.text for chunk in chunks], owners, made)
+            made |= {packet.packet_id: len(packet.ids) for forward in new for packet in forward}
+            forwards += new
+        done = 0
+        for name in workers.make(self.engine, forwards):
+            done += made[name]
+            meter.tell(done, 0)
+        meter.finish(made)
+
+    def _note(self, plans: Sequence[_Plan]) -> dict[str, list[str]]:
+        """Write down which chunks are about to come and go; returns those the documents have now."""
+        old = {plan.document_id: self.index.chunk_ids(plan.document_id) for plan in plans}
+        self._journal.note(
+            {plan.document_id: [*old[plan.document_id], *(c.chunk_id for c in plan.chunks)] for plan in plans}
+        )
+        return old
 
     def _mark(self, document: Document) -> str:
         """All that a document's chunks depend on: its text, its metadata and the chunk size."""
@@ -184,15 +226,12 @@ class Ingester:
         """Packets, then rows, then away with what the documents had before."""
         chunks = [chunk for plan in batch for chunk in plan.chunks]
         new = [chunk.chunk_id for chunk in chunks]
-        old = {plan.document_id: self.index.chunk_ids(plan.document_id) for plan in batch}
-        self._journal.note(
-            {plan.document_id: [*old[plan.document_id], *(c.chunk_id for c in plan.chunks)] for plan in batch}
-        )
+        old = self._note(batch)
         names = self.engine.encode([chunk.text for chunk in chunks], owner_names(self.index, new), meter.tell)
         self.index.add(chunks, self._vectors(chunks), names)
         self.index.delete({name for ids in old.values() for name in ids} - set(new))
         self._journal.settle(old)
-        meter.finish(sum(plan.num_tokens for plan in batch))
+        meter.finish(names)
 
     def _vectors(self, chunks: Sequence[Chunk]) -> Vectors:
         """(n, dim); chunks that have a row keep its vector, for their id changes with their text."""
@@ -206,11 +245,18 @@ class Ingester:
 
 
 class _Meter:
-    """Counts the tokens of a whole run from what the engine says of one batch."""
+    """Counts the tokens of a whole run from what the engine says of one batch.
 
-    def __init__(self, progress: OnProgress | None, tokens_total: int, report: IngestReport) -> None:
+    Args:
+        progress: is told.
+        missing: the packets to be made, each with its tokens.
+        report: is kept up to date.
+    """
+
+    def __init__(self, progress: OnProgress | None, missing: Mapping[str, int], report: IngestReport) -> None:
         self._progress = progress
-        self._total = tokens_total
+        self._missing = dict(missing)
+        self._total = sum(missing.values())
         self._report = report
         self._started = time.perf_counter()
         self._done = 0  # tokens of finished batches
@@ -222,9 +268,9 @@ class _Meter:
         self._report.tokens_encoded = self._before + encoded
         self._show(self._done + encoded)
 
-    def finish(self, num_tokens: int) -> None:
-        """The batch, of that many tokens, is done."""
-        self._done += num_tokens
+    def finish(self, packets: Iterable[str]) -> None:
+        """The batch is done: these packets are there."""
+        self._done += sum(self._missing.pop(name, 0) for name in packets)
         self._before = self._report.tokens_encoded
         self._show(self._done)
 

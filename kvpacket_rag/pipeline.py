@@ -20,7 +20,7 @@ from kvpacket_rag.embed import Embedder, SentenceTransformerEmbedder
 from kvpacket_rag.engine import KVPacketEngine, Policy
 from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
-from kvpacket_rag.ingest import Ingester
+from kvpacket_rag.ingest import Ingester, PacketWorkers
 from kvpacket_rag.journal import change_lock
 from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.nearest import Kind
@@ -86,6 +86,8 @@ class KVPacketRAG:
         kind: Kind = "flat",
         reencode: bool = False,
         namespace: str = "",
+        remote: str | None = None,
+        cache_bytes: int | None = None,
         progress: OnProgress | None = None,
         **engine_options: Any,
     ) -> Self:
@@ -104,6 +106,10 @@ class KVPacketRAG:
             reencode: when model, adapter or dtype changed, encode every chunk again.
             namespace: whose index it is; each has one of its own below ``folder``, see
                 :func:`~kvpacket_rag.namespace.namespace_folder`.
+            remote: URL of an object store for the packets, such as ``s3://bucket/packets``, of which the folder keeps
+                those that were used last; see :class:`~kvpacket_rag.store.RemoteStore`. What the index was built with
+                by default; packets that an index has in its folder alone are uploaded.
+            cache_bytes: cap on the packets that lie in the folder.
             progress: of encoding again.
             engine_options: passed to :meth:`KVPacketEngine.load`; ``adapter="auto"`` is the index's own adapter,
                 unless ``reencode`` is given or the index is new.
@@ -113,6 +119,9 @@ class KVPacketRAG:
             StoreError: the folder is no index, or was built with another embedder.
         """
         folder = namespace_folder(Path(folder).expanduser().absolute(), namespace)
+        if remote and namespace:
+            remote = f"{remote.rstrip('/')}/{namespace_folder('', namespace).as_posix()}"
+        engine_options |= {"remote": remote, "cache_bytes": cache_bytes}
         with ExitStack() as undo:
             index = PacketIndex.open(folder, kind=kind)
             undo.callback(index.close)
@@ -135,10 +144,12 @@ class KVPacketRAG:
             undo.pop_all()
         return rag
 
-    def add(self, documents: Iterable[Document], progress: OnProgress | None = None) -> IngestReport:
+    def add(
+        self, documents: Iterable[Document], progress: OnProgress | None = None, workers: PacketWorkers | None = None
+    ) -> IngestReport:
         """Add documents, or update those whose id is known; see :meth:`Ingester.add`."""
         self._check_signature()
-        return self._ingester.add(documents, progress)
+        return self._ingester.add(documents, progress, workers)
 
     def delete(self, document_id: str) -> int:
         """Remove a document and the packets only it owned; see :func:`remove_document`."""

@@ -143,6 +143,15 @@ def test_an_empty_corpus_is_reported_as_nothing(rag: KVPacketRAG):
     assert report.added == report.chunks == report.packets_encoded == 0 and len(rag.index) == 0
 
 
+def test_progress_counts_what_is_to_be_encoded_and_equal_chunks_once(rag: KVPacketRAG):
+    rag.add(documents(CHUNKS[:1]))
+    told: list[Any] = []
+    texts = [CHUNKS[0], CHUNKS[1], CHUNKS[1], CHUNKS[2]]
+    report = rag.add([Document(f"twin {n}", text) for n, text in enumerate(texts)], told.append)
+    new = sum(rag.engine.count_tokens(text) for text in CHUNKS[1:3])
+    assert {p.tokens_total for p in told} == {new} and told[-1].tokens_done == report.tokens_encoded == new
+
+
 def test_progress_counts_every_token_once_and_ends_at_the_total(rag: KVPacketRAG):
     rag.add(documents(CHUNKS[:1]))
     told: list[Any] = []

@@ -6,83 +6,101 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
+from pipeline_samples import WordEmbedder, contents, long_document
 
 from kvpacket_rag.documents import Document
+from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.errors import StoreError
+from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest_ray import RayWorkers
 from kvpacket_rag.pipeline import KVPacketRAG
+from kvpacket_rag.store import MemoryStore, PacketStore, RemoteStore
 
-pytestmark = [pytest.mark.scale, pytest.mark.model, pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("ignore")]
 
-SUBJECTS = ["pump", "valve", "gate", "lamp", "sensor", "motor", "fan", "belt", "relay", "filter"]
-
-
-def documents(count: int) -> list[Document]:
-    """One chunk each, no two alike, of different lengths."""
-    return [
-        Document(
-            f"d{n}",
-            f"Note {n} on the {SUBJECTS[n % 10]}: it was checked on day {n * 7 % 365} by crew {n % 13}, who found "
-            + "; ".join(f"reading {k} at {(n * 31 + k * 17) % 997} units" for k in range(1 + n % 6))
-            + ".",
-        )
-        for n in range(count)
-    ]
+WORKERS = RayWorkers(2)
 
 
 @pytest.fixture(scope="module", autouse=True)
 def _ray() -> Iterator[None]:
     import ray
 
-    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=200_000_000)
+    ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
     yield
     ray.shutdown()
+
+
+@pytest.fixture(scope="module")
+def model(make_model: Any, tokenizer: Any, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A folder from which every process loads the tiny model."""
+    folder = tmp_path_factory.mktemp("model")
+    make_model(num_hidden_layers=12).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return str(folder)
+
+
+def documents(count: int) -> list[Document]:
+    """Of ten chunks each."""
+    return [long_document(10, f"d{number}", changed=number % 10) for number in range(count)]
+
+
+def pipeline(model: str, folder: Path, store: PacketStore | Path) -> KVPacketRAG:
+    engine = KVPacketEngine.load(model, store=store, adapter=None, dtype="float32", device="cpu", min_match_tokens=4)
+    return KVPacketRAG(engine, PacketIndex.open(folder), WordEmbedder(), chunk_tokens=90)
 
 
 def stored(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (folder / "packets").rglob("*.safetensors")}
 
 
-def rows(rag: KVPacketRAG) -> list[tuple[str, str, str]]:
-    return sorted((chunk.chunk_id, chunk.text, packet_id) for chunk, packet_id in rag.index.rows())
-
-
-def kill_a_worker(folder: Path, killed: list[int]) -> None:
-    """Once the first packets are stored."""
+def kill_workers(folder: Path, killed: list[int]) -> None:
+    """All there are, once the first packets are stored."""
     deadline = time.monotonic() + 300
-    while len(stored(folder)) < 10 and time.monotonic() < deadline:
-        time.sleep(0.05)
+    while len(list((folder / "packets").rglob("*.safetensors"))) < 3 and time.monotonic() < deadline:
+        time.sleep(0.005)
     for child in psutil.Process().children(recursive=True):
-        if "Worker" in " ".join(child.cmdline()) and child.name().startswith("ray::"):
+        if "MapWorker" in "".join(child.cmdline()):
             child.kill()
             killed.append(child.pid)
-            return
 
 
-def test_ray_ingest_with_a_killed_worker_equals_local_ingest_byte_for_byte(tmp_path: Path):
-    given, killed = documents(200), []
-    with KVPacketRAG.open(tmp_path / "local", dtype="float32") as rag:
+def test_ray_ingest_with_a_killed_worker_equals_local_ingest_byte_for_byte(model: str, tmp_path: Path):
+    given = [
+        Document(f"n{n}", f"Note {n}: the valve of section {n * 7} was checked by crew {n % 13}.") for n in range(200)
+    ]
+    killed: list[int] = []
+    with pipeline(model, tmp_path / "local", tmp_path / "local") as rag:
         rag.add(given)
-        expected = rows(rag)
-    killer = threading.Thread(target=kill_a_worker, args=(tmp_path / "ray", killed))
-    with KVPacketRAG.open(tmp_path / "ray", dtype="float32") as rag:
+        expected = contents(rag)
+    killer = threading.Thread(target=kill_workers, args=(tmp_path / "ray", killed))
+    with pipeline(model, tmp_path / "ray", tmp_path / "ray") as rag:
         killer.start()
-        report = rag.add(given, workers=RayWorkers(2))
+        report = rag.add(given, workers=WORKERS)
         killer.join()
-        assert rows(rag) == expected
+        assert contents(rag) == expected
         assert (report.packets_encoded, report.added) == (200, 200)
-    assert len(killed) == 1 and stored(tmp_path / "ray") == stored(tmp_path / "local")
+        assert rag.add(given, workers=WORKERS).unchanged == 200
+    assert killed and stored(tmp_path / "ray") == stored(tmp_path / "local")
     assert len(stored(tmp_path / "ray")) == 200
 
 
-def test_workers_put_packets_into_an_object_store(tmp_path: Path):
-    given, url = documents(20), f"file://{tmp_path}/objects"
-    with KVPacketRAG.open(tmp_path / "local", dtype="float32") as rag:
+def test_workers_put_packets_into_an_object_store(model: str, tmp_path: Path):
+    given, url = documents(6), f"file://{tmp_path}/objects"
+    with pipeline(model, tmp_path / "local", tmp_path / "local") as rag:
         rag.add(given)
-    with KVPacketRAG.open(tmp_path / "ray", remote=url, dtype="float32") as rag:
-        assert rag.add(given, workers=RayWorkers(2)).packets_encoded == 20
-        assert rag.add(given, workers=RayWorkers(2)).packets_encoded == 0
-        assert rag.ask("Which crew checked the valve of note 11?").answer.usage.chunks_reused == 4
-    assert stored(tmp_path / "objects") == stored(tmp_path / "local")
+    with pipeline(model, tmp_path / "ray", RemoteStore(url, tmp_path / "ray")) as rag:
+        report = rag.add(given, workers=WORKERS)
+        assert report.packets_encoded == len(rag.engine.store) == len(stored(tmp_path / "local"))
+        assert rag.add(given, workers=WORKERS).unchanged == 6
+        assert rag.ask("Which section was written anew?").answer.usage.chunks_reused == 4
+        rag.delete("d0")
+    assert stored(tmp_path / "objects").items() < stored(tmp_path / "local").items()
+
+
+def test_packets_in_memory_cannot_be_made_elsewhere(model: str, tmp_path: Path):
+    with pipeline(model, tmp_path, MemoryStore()) as rag, pytest.raises(StoreError, match="keep them in a folder"):
+        rag.add(documents(1), workers=WORKERS)

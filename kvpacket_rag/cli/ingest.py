@@ -10,12 +10,21 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
-from kvpacket_rag.cli.options import add_embedder, add_engine, add_index, add_reduction, open_index, positive
+from kvpacket_rag.cli.options import (
+    add_embedder,
+    add_engine,
+    add_index,
+    add_reduction,
+    add_remote,
+    open_index,
+    positive,
+)
 from kvpacket_rag.cli.output import Bar, count, counted, duration, facts, say, show, size
 from kvpacket_rag.errors import DocumentError, KVPacketError
 
 if TYPE_CHECKING:
     from kvpacket_rag.documents import Document
+    from kvpacket_rag.ingest_ray import RayWorkers
     from kvpacket_rag.pipeline import KVPacketRAG
     from kvpacket_rag.progress import IngestReport
 
@@ -34,6 +43,19 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--chunk-tokens", metavar="N", type=positive, help="most tokens of a chunk (default: that of the index, or 256)"
     )
     parser.add_argument("--delete-missing", action="store_true", help="delete documents below PATH whose file is gone")
+    add_remote(parser)
+    parser.add_argument(
+        "--engine",
+        choices=("local", "ray"),
+        default="local",
+        help="what makes the packets: this process, or Ray workers on this machine or the cluster of RAY_ADDRESS",
+    )
+    parser.add_argument(
+        "--workers",
+        metavar="N",
+        type=positive,
+        help="Ray workers, each with a model of its own (default: one a GPU, or else one a machine)",
+    )
     model = parser.add_argument_group("model")
     add_engine(model)
     add_embedder(model)
@@ -53,7 +75,7 @@ def run(args: argparse.Namespace) -> None:
     documents = _read(args, skips)
     with Bar() as bar, open_index(args, args.index, bar, **_options(args)) as rag:
         try:
-            report = rag.add(counted(documents, "documents"), bar)
+            report = rag.add(counted(documents, "documents"), bar, _workers(args))
         except (KeyboardInterrupt, KVPacketError):
             say(
                 f"kept: {count(len(rag.index.documents()), 'document')} in the index and "
@@ -65,6 +87,16 @@ def run(args: argparse.Namespace) -> None:
         skips.tell_kept(set(rag.index.documents()))
         _tell_missing(rag, args)
         show(_summary(report, len(skips.paths), rag, args))
+
+
+def _workers(args: argparse.Namespace) -> RayWorkers | None:
+    if args.engine == "local":
+        if args.workers:
+            args.usage("--workers needs --engine ray")
+        return None
+    from kvpacket_rag.ingest_ray import RayWorkers
+
+    return RayWorkers(args.workers)
 
 
 def _read(args: argparse.Namespace, skips: _Skips) -> Iterable[Document]:
