@@ -85,3 +85,11 @@ def test_without_the_object_store_answers_come_from_text_and_say_so(tiny: None, 
         shutil.rmtree(tmp_path / "objects")
         answer = rag.ask(QUESTION, settings=SHORT).answer
         assert answer.usage.chunks_reused == 0 and len(answer.usage.misses) == 4
+
+
+def test_the_frameworks_take_a_url_for_what_it_is(url: str):
+    from langchain_kvpacket import ChatKVPacket
+    from llama_index_kvpacket.loading import resolve
+
+    for place, meant in ((url, url), ("folder", str(Path("folder").absolute()))):
+        assert ChatKVPacket(store=place).store == resolve({"store": place}, False, False)["store"] == meant

@@ -20,6 +20,7 @@ from langchain_kvpacket.documents import format_docs
 from langchain_kvpacket.embeddings import KVPacketEmbeddings
 from langchain_kvpacket.llm import KVPacketLLM
 from langchain_kvpacket.retriever import KVPacketRetriever
+from langchain_kvpacket.transformer import KVPacketTransformer
 from langchain_kvpacket.vector_store import KVPacketVectorStore
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ __all__ = [
     "KVPacketLLM",
     "KVPacketMiddleware",
     "KVPacketRetriever",
+    "KVPacketTransformer",
     "KVPacketVectorStore",
     "format_docs",
 ]

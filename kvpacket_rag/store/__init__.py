@@ -8,6 +8,7 @@ from kvpacket_rag.store.memory import MemoryStore
 from kvpacket_rag.store.metrics import StoreCounts, StoreMetrics
 from kvpacket_rag.store.protocol import KnownChunk, PacketStore
 from kvpacket_rag.store.remote import RemoteStore, open_store
+from kvpacket_rag.store.remote_bucket import is_url
 from kvpacket_rag.store.tiered import TieredStore
 
 __all__ = [
@@ -21,5 +22,6 @@ __all__ = [
     "StoreMetrics",
     "StoreState",
     "TieredStore",
+    "is_url",
     "open_store",
 ]

@@ -105,7 +105,9 @@ class RemoteStore:
         row = self._cache.row(name)
         if row is not None:
             packet.signature.require(PacketSignature.from_json(row.signature), name)
-        if self._cache.is_there(name) and (owner is None or self._cache.is_owner(name, owner)):
+        if self._cache.is_there(name):
+            if owner is not None:
+                self.add_owner(name, owner)
             return
         if only_known and (row is None or self._transfer.record(name) is None):
             return
