@@ -19,6 +19,7 @@ from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLay
 
 from kvpacket_rag.assemble import Context
 from kvpacket_rag.errors import UnsupportedModelError
+from kvpacket_rag.shared_keys import shared_keys
 from kvpacket_rag.snapshot import Snapshot, tensors_of
 
 Mask = Tensor | dict[str, Tensor] | None
@@ -146,7 +147,7 @@ class ModelRunner:
             arguments["logits_to_keep"] = torch.tensor([-1], device=inputs.device)  # a layer may leave tokens out
         elif self._takes_logits_to_keep and not isinstance(wanted, str):
             arguments["logits_to_keep"] = wanted
-        with self.lock:
+        with self.lock, shared_keys(inputs.device):
             output = self.model(**arguments)
         logits = output.logits
         if not isinstance(wanted, str) and not self._takes_logits_to_keep:
