@@ -11,9 +11,9 @@ class IngestProgress:
     """How far an ingest is.
 
     Attributes:
-        tokens_done: of chunks that have their packet.
-        tokens_total: of all chunks there is work with.
-        tokens_encoded: of ``tokens_done``, those that had no packet before.
+        tokens_done: of packets that were made, or turned up meanwhile.
+        tokens_total: of all packets that were missing when the ingest began; equal chunks share one.
+        tokens_encoded: of ``tokens_done``, those that were made here.
         seconds: since encoding began.
     """
 
@@ -29,7 +29,7 @@ class IngestProgress:
 
     @property
     def seconds_left(self) -> float | None:
-        """At this rate, if nothing of what is left has its packet yet; None while there is no rate."""
+        """At this rate; None while there is no rate."""
         rate = self.tokens_per_second
         return (self.tokens_total - self.tokens_done) / rate if rate else None
 
