@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +11,10 @@ from conftest import CHUNKS
 from langchain_openai import ChatOpenAI, OpenAI
 from llama_index.core.llms import ChatMessage
 from llama_index.llms.openai_like import OpenAILike
+from pipeline_samples import pipeline
 from server_samples import Served, rag_fixture, served_fixture, serving  # noqa: F401
 
+from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.pipeline import KVPacketRAG
@@ -120,6 +123,12 @@ def test_a_stream_names_its_sources_in_the_first_event(served: Served):
     response = served.chat(stream=True, retrieve=True)
     first, *_, _ = response.text.split("\n\n")
     assert len(json.loads(first.removeprefix("data: "))["sources"]) == 4
+
+
+def test_an_empty_index_is_told_of(backbone: Backbone, tmp_path: Path):
+    with pipeline(backbone, tmp_path) as rag, serving(EngineBackend(rag.engine, rag)) as served:
+        response = served.chat(retrieve=True)
+        assert response.status_code == 503 and "no chunks" in response.json()["error"]["message"]
 
 
 def test_retrieve_keeps_the_chat_so_far_and_the_clients_instructions(served: Served, rag: KVPacketRAG):

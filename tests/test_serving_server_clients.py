@@ -195,8 +195,8 @@ def test_many_clients_at_once_get_the_answers_they_would_get_alone(rag: KVPacket
     with serving(EngineBackend(rag.engine, rag, threads=4)) as served, ThreadPoolExecutor(16) as pool:
 
         def text(question: str) -> str:
-            messages = [{"role": "user", "content": question}]
-            found = served.chat(messages=messages, max_tokens=10).json()
+            messages, retrieve = [{"role": "user", "content": question}], {"k": len(question) % 3 + 1}
+            found = served.chat(messages=messages, max_tokens=10, retrieve=retrieve).json()
             return str(found["choices"][0]["message"]["content"])
 
         assert list(pool.map(text, questions)) == [text(question) for question in questions]

@@ -19,7 +19,7 @@ from starlette.routing import Route
 from kvpacket_rag.chat import Message
 from kvpacket_rag.errors import KVPacketError
 from kvpacket_rag.pipeline import KVPacketRAG
-from kvpacket_rag.serving.server.vllm_backend import VLLMAddress, VLLMBackend
+from kvpacket_rag.serving.server.vllm_backend import VLLMAddress, VLLMBackend, VLLMModel
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompter
 
 QUESTION = f"{CHUNKS[1]}\n\n{CHUNKS[3]}\n\nWho signed it?"
@@ -42,7 +42,7 @@ class PlayedVLLM:
             "[DONE]",
         ]
         routes = [
-            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "served"}]})),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "served", "max_model_len": 1500}]})),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
@@ -146,18 +146,18 @@ def test_a_client_that_leaves_ends_the_answer_there(served: Served, vllm: Played
     eventually(lambda: vllm.left == 1)
 
 
-def test_a_limit_beyond_the_window_is_refused_and_our_own_is_lowered(
-    served: Served, rag: KVPacketRAG, vllm: PlayedVLLM
-):
+def test_a_limit_beyond_its_window_is_refused_and_our_own_is_lowered(served: Served, vllm: PlayedVLLM):
     with pytest.raises(openai.BadRequestError, match="leaves room"):
-        served.openai.chat.completions.create(model="tiny", messages=CHAT, max_tokens=rag.engine.context_window)
-    body = {"model": "tiny", "messages": [{"role": "user", "content": "word " * 675}]}
-    prompt = served.http.post("/v1/chat/completions", json=body).json()["usage"]["prompt_tokens"]
-    room = rag.engine.context_window - prompt
+        served.openai.chat.completions.create(model="tiny", messages=CHAT, max_tokens=1500)
+    long = [{"role": "user", "content": "word " * 492}]
+    assert served.chat(messages=long * 2).json()["error"]["code"] == "context_length_exceeded"
+    assert vllm.asked == []
+    answer = served.http.post("/v1/chat/completions", json={"model": "tiny", "messages": long}).json()
+    room = 1500 - answer["usage"]["prompt_tokens"]
     assert 0 < room < 12 and vllm.asked[0]["max_tokens"] == room
 
 
 def test_nobody_there_is_an_error(address: str):
-    assert VLLMAddress(address).find_model() == "served"
+    assert VLLMAddress(address).find_model() == VLLMModel("served", 1500)
     with pytest.raises(KVPacketError, match="no vLLM answers"):
         VLLMAddress("http://127.0.0.1:1").find_model()

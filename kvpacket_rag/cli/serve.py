@@ -104,6 +104,8 @@ def run(args: argparse.Namespace) -> None:
         import uvicorn
     except ImportError as error:
         raise MissingExtraError(f"serving needs {error.name}; pip install 'kvpacket-rag[serve]'") from error
+    if args.backend and args.policy == "auto":
+        args.usage("--policy auto is measured for the engine itself; choose packets or prefill for --backend")
     keys = read_keys(args.api_key_file)
     require_index(namespace_folder(args.index, args.namespace))
     with _bind(args.host, args.port) as listener, open_index(args, args.index, namespace=args.namespace) as rag:
@@ -116,8 +118,11 @@ def run(args: argparse.Namespace) -> None:
         say(f"serving {name_of(args, rag)} at http://{f'[{host}]' if ':' in host else host}:{port}/v1")
         if not keys and not _is_loopback(args.host):
             say(f"warning: everybody who reaches {args.host} may ask and retrieve; set {_KEY} or --api-key-file")
-        signal.signal(signal.SIGTERM, _end)  # comes back to us when the server is done with it
-        uvicorn.Server(config).run(sockets=[listener])
+        before = signal.signal(signal.SIGTERM, _end)  # comes back to us when the server is done with it
+        try:
+            uvicorn.Server(config).run(sockets=[listener])
+        finally:
+            signal.signal(signal.SIGTERM, before)
 
 
 def build(args: argparse.Namespace, rag: KVPacketRAG, keys: tuple[str, ...]) -> Starlette:
@@ -129,10 +134,11 @@ def build(args: argparse.Namespace, rag: KVPacketRAG, keys: tuple[str, ...]) -> 
 
     metrics = ServerMetrics()
     StoreCollector({args.namespace or "index": rag.engine.store}, metrics.registry)
+    own_hosts = ("localhost", "127.0.0.1", "::1", args.host, *args.allowed_host)
     settings = ServerSettings(
         Limits((name_of(args, rag),), args.max_messages, args.max_tokens, args.policy),
         keys=keys,
-        hosts=() if keys or not _is_loopback(args.host) else ("localhost", "127.0.0.1", "::1", *args.allowed_host),
+        hosts=() if keys or not _is_loopback(args.host) else own_hosts,
         max_requests=args.max_running + args.max_waiting,
         max_body_bytes=args.max_body * 2**20,
     )

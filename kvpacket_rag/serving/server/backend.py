@@ -16,7 +16,7 @@ from kvpacket_rag.errors import ContextTooLongError
 from kvpacket_rag.pipeline import KVPacketRAG
 from kvpacket_rag.reading import Prompt
 from kvpacket_rag.serving.server.calls import Call
-from kvpacket_rag.serving.server.errors import invalid
+from kvpacket_rag.serving.server.errors import busy, invalid
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +58,8 @@ def look_up(call: Call, rag: KVPacketRAG | None) -> tuple[Prompt, Started]:
     """The prompt, with retrieved chunks before the question where the call asks for them.
 
     Raises:
-        ApiError: it asks for them, and there is no index or no question.
-        StoreError: the index is empty or cannot be read.
+        ApiError: it asks for them, and there is no index, nothing in it, or no question.
+        StoreError: the index cannot be read.
     """
     if call.retrieve is None or isinstance(call.prompt, str):
         return call.prompt, Started()
@@ -68,6 +68,8 @@ def look_up(call: Call, rag: KVPacketRAG | None) -> tuple[Prompt, Started]:
     *before, last = call.prompt
     if last.role != "user":
         raise invalid("retrieve", "the last message is not the user's, so there is no question to look up")
+    if not len(rag.index):
+        raise busy("the index holds no chunks yet; add documents first", 503)
     hits = rag.retrieve(call.retrieve.query or last.content, call.retrieve.k)
     *instructions, question = rag.messages(last.content, hits)
     if any(message.role == "system" for message in before):

@@ -41,7 +41,7 @@ class VLLMAddress:
         """Of every request."""
         return {"authorization": f"Bearer {self.key}"} if self.key else {}
 
-    def find_model(self) -> str:
+    def find_model(self) -> VLLMModel:
         """The model it serves.
 
         Raises:
@@ -49,12 +49,26 @@ class VLLMAddress:
         """
         try:
             found = httpx.get(f"{self.url}/v1/models", headers=self.headers, timeout=_TIMEOUT)
-            return str(found.raise_for_status().json()["data"][0]["id"])
+            model = found.raise_for_status().json()["data"][0]
+            return VLLMModel(str(model["id"]), int(model["max_model_len"]))
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise KVPacketError(
                 f"no vLLM answers at {self.url} ({type(error).__name__}: {error}); start it first, with the connector "
                 "that reads this index"
             ) from error
+
+
+@dataclass(frozen=True, slots=True)
+class VLLMModel:
+    """What a vLLM serves.
+
+    Attributes:
+        name: of the model there.
+        window: positions a prompt and its answer may take together.
+    """
+
+    name: str
+    window: int
 
 
 class VLLMBackend:
@@ -64,12 +78,12 @@ class VLLMBackend:
         engine: knows the packets and encodes those that are missing; it writes no answers.
         rag: where ``retrieve`` looks; None to refuse it.
         address: of vLLM.
-        model: name it is served by there.
+        model: that it serves.
         threads: prompts cut at a time.
     """
 
     def __init__(
-        self, engine: KVPacketEngine, rag: KVPacketRAG | None, address: VLLMAddress, model: str, threads: int = 4
+        self, engine: KVPacketEngine, rag: KVPacketRAG | None, address: VLLMAddress, model: VLLMModel, threads: int = 4
     ) -> None:
         self._engine = engine
         self._rag = rag
@@ -111,12 +125,14 @@ class VLLMBackend:
         return started, self._prompter.prompt(prompt, template_kwargs=call.template_kwargs, reuse=reuse)
 
     def _body(self, call: Call, prompt: VLLMPrompt) -> dict[str, Any]:
-        settings, room = call.settings, self._engine.context_window - len(prompt.token_ids)
-        if call.is_limited and settings.max_new_tokens > room:
-            told = f"the prompt leaves room for {room} tokens, and the answer may take {settings.max_new_tokens}"
+        settings, room = call.settings, self._model.window - len(prompt.token_ids)
+        if room < 1 or (call.is_limited and settings.max_new_tokens > room):
+            told = (
+                f"the prompt leaves room for {max(room, 0)} tokens, and the answer may take {settings.max_new_tokens}"
+            )
             raise invalid(call.param, told, "context_length_exceeded")
         body = prompt.body() | {
-            "model": self._model,
+            "model": self._model.name,
             "max_tokens": min(settings.max_new_tokens, room),
             "temperature": settings.temperature,
             "top_p": settings.top_p,
