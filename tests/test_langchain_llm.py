@@ -16,6 +16,7 @@ from transformers import pipeline
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PromptError
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.batch import Rows
 
 PROMPT = f"{CHUNKS[1]}\n\n{CHUNKS[3]}\n\nWho signed it?"
 
@@ -98,6 +99,13 @@ async def test_every_way_to_ask_gives_the_same_text(llm: KVPacketLLM):
         llm.batch([PROMPT, "Hi", PROMPT]) == await llm.abatch([PROMPT, "Hi", PROMPT]) == [text, llm.invoke("Hi"), text]
     )
     assert llm.invoke([HumanMessage(PROMPT)]) == llm.invoke(f"Human: {PROMPT}")
+
+
+def test_the_prompts_of_a_batch_are_decoded_together(llm: KVPacketLLM, monkeypatch: pytest.MonkeyPatch):
+    alone = [llm.invoke(text) for text in (PROMPT, "Hi")]
+    widths, step = [], Rows.step
+    monkeypatch.setattr(Rows, "step", lambda rows, tokens: widths.append(len(tokens)) or step(rows, tokens))
+    assert llm.batch([PROMPT, "Hi"]) == alone and widths == [2] * 23
 
 
 async def test_usage_is_summed_over_prompts_and_told_for_each(llm: KVPacketLLM):

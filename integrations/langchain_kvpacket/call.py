@@ -63,31 +63,69 @@ class Call:
             prompt: for the engine.
             note: called with the finished answer.
         """
-        reuse = Reuse(self.reuse.match, packet_ids(engine, self.hints), self.reuse.on_miss)
-        prepared, unseen = Prepared(), 0
-        if is_watched := self.policy != "prefill" and reuse.match != "off":
-            text = as_asked([prompt] if isinstance(prompt, str) else [message.content for message in prompt])
-            own, others = RETRIEVED.of(text)
-            encode = self.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, self.policy)
-            prepared = engine.learner.prepare(text, own, others, ADVICE, encode=encode)
-            reuse = prepared.expected(reuse)
-            is_held = any(found.strip() in text for found in own)
-            unseen = 0 if is_held else len(own)
-            is_watched = not RETRIEVED.is_sequel(text, is_held)
-        stream = engine.stream(
-            prompt, self.settings, policy=self.policy, template_kwargs=self.template_kwargs or None, reuse=reuse
-        )
+        begun = self._begin(engine, prompt)
+        stream = engine.stream(prompt, self.settings, **self._options(), reuse=begun.reuse)
 
         def counted() -> Generator[str, None, Answer]:
             yield from stream
-            answer = prepared.counted(stream.answer)
-            if is_watched:
-                beside(engine).warn(engine, answer, prepared, unseen)
-            logger.info("%s", answer.usage.sentence)
+            answer = begun.ended(engine, stream.answer)
             note(answer)
             return answer
 
         return AnswerStream(counted())
+
+    def answers(
+        self, engine: KVPacketEngine, prompts: Sequence[Prompt], note: Callable[[Answer], None]
+    ) -> list[Answer]:
+        """The engine's answers to several prompts, decoded together; arguments as of :meth:`stream`."""
+        begun = [self._begin(engine, prompt) for prompt in prompts]
+        reuse = [one.reuse for one in begun]
+        found = engine.generate_batch(prompts, self.settings, **self._options(), reuse=reuse)
+        answers = [one.ended(engine, answer) for one, answer in zip(begun, found, strict=True)]
+        for answer in answers:
+            note(answer)
+        return answers
+
+    def _options(self) -> dict[str, Any]:
+        return {"policy": self.policy, "template_kwargs": self.template_kwargs or None}
+
+    def _begin(self, engine: KVPacketEngine, prompt: Prompt) -> Begun:
+        """See to the packets of what was retrieved for a prompt."""
+        reuse = Reuse(self.reuse.match, packet_ids(engine, self.hints), self.reuse.on_miss)
+        if self.policy == "prefill" or reuse.match == "off":
+            return Begun(reuse, Prepared())
+        text = as_asked([prompt] if isinstance(prompt, str) else [message.content for message in prompt])
+        own, others = RETRIEVED.of(text)
+        encode = self.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, self.policy)
+        prepared = engine.learner.prepare(text, own, others, ADVICE, encode=encode)
+        is_held = any(found.strip() in text for found in own)
+        unseen, is_watched = 0 if is_held else len(own), not RETRIEVED.is_sequel(text, is_held)
+        return Begun(prepared.expected(reuse), prepared, unseen, is_watched)
+
+
+@dataclass(frozen=True, slots=True)
+class Begun:
+    """A prompt that was seen to, on its way to the engine.
+
+    Attributes:
+        reuse: knows what was retrieved.
+        prepared: what was done for it.
+        unseen: how many documents were retrieved for a prompt that holds none of them.
+        is_watched: users are told where nothing is reused.
+    """
+
+    reuse: Reuse
+    prepared: Prepared
+    unseen: int = 0
+    is_watched: bool = False
+
+    def ended(self, engine: KVPacketEngine, answer: Answer) -> Answer:
+        """The engine's answer with what was done before; logged, and warned of."""
+        answer = self.prepared.counted(answer)
+        if self.is_watched:
+            beside(engine).warn(engine, answer, self.prepared, self.unseen)
+        logger.info("%s", answer.usage.sentence)
+        return answer
 
 
 @dataclass(slots=True)

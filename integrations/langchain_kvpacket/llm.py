@@ -107,7 +107,7 @@ class KVPacketLLM(EngineFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         call = self._call(stop, kwargs)
-        answers = [self._start(call, self._prompt(prompt, call)).read_all() for prompt in prompts]
+        answers = call.answers(self.engine, [self._prompt(prompt, call) for prompt in prompts], self._note)
         return self._result([(answer.text, self._facts(answer)) for answer in answers])
 
     async def _agenerate(
