@@ -117,7 +117,8 @@ def realign_into(target: Tensor, source: Tensor, rotation: Rotation | None, shif
         shift: positions to move by.
     """
     if rotation is None or shift == 0:
-        target.copy_(source)
+        if not fused.copy_into(target, source):
+            target.copy_(source)
         return
     full = source.dtype == target.dtype and source.dtype in (torch.float32, torch.float64)
     turn = rotation.turn(shift, source.dtype if full else torch.float32, target.device)

@@ -61,6 +61,23 @@ def test_several_threads_write_what_one_writes(monkeypatch):
     assert torch.equal(realign(source, rotation, 60), alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_only_copied_goes_by_the_same_threads(dtype: torch.dtype, monkeypatch):
+    source = torch.randn(5, 2, 11, 18).to(dtype)
+    buffer = torch.zeros(5, 1, 2, 40, 18, dtype=dtype)
+    target = buffer[:, 0, :, 9:20]
+    assert not fused.copy_into(target, source)  # a few bytes are no work for two
+    monkeypatch.setattr(fused, "_MIN_BYTES_A_THREAD", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("torch copied"))
+    for rotation, shift in ((None, 60), (Rotation("half", 0, FREQUENCIES), 0)):
+        target.zero_()
+        realign_into(target, source, rotation, shift)
+        assert torch.equal(target, source)
+    assert not buffer[..., :9, :].any() and not buffer[..., 20:, :].any()
+    assert not fused.copy_into(target.double(), source) and not fused.copy_into(target, source.transpose(2, 3))
+
+
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
 def test_other_formats_are_left_to_torch(dtype: torch.dtype):
     source = torch.randn(1, 1, 3, 18).to(dtype)
