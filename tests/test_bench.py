@@ -18,7 +18,7 @@ from kvpacket_rag.errors import KVPacketError
 from kvpacket_rag.store import DiskStore
 
 
-@pytest.mark.parametrize("part", ["first-token", "preamble", "assembly", "memory", "ingest", "decoding"])
+@pytest.mark.parametrize("part", ["first-token", "preamble", "assembly", "memory", "ingest", "decoding", "batch"])
 def test_a_part_gives_figures_above_zero(backbone, adapter, part: str):
     options = BenchOptions((part,), chunks=1, repeats=1, tokens=4)
     found = dict(run_bench(lambda folder: KVPacketEngine(backbone, DiskStore(folder), adapter), options))

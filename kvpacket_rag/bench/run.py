@@ -6,7 +6,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
-from kvpacket_rag.bench import first_token, memory, size, text_work
+from kvpacket_rag.bench import batches, first_token, memory, size, text_work
 from kvpacket_rag.bench.clock import describe
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import KVPacketError
@@ -57,6 +57,7 @@ PARTS: dict[str, Callable[[KVPacketEngine, BenchOptions], dict[str, float]]] = {
     "memory": lambda engine, o: memory.peak(engine, o.chunks),
     "finding": _finding,
     "decoding": lambda engine, o: text_work.decoding(engine, o.tokens, o.repeats),
+    "batch": lambda engine, o: batches.throughput(engine, o.tokens, max(1, o.repeats // 3)),
     "ingest": lambda engine, o: memory.ingest(engine, o.chunks, o.repeats),
     "size": lambda engine, o: size.quantised(engine, o.repeats),
     "speedup": _speedups,
