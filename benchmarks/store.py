@@ -112,6 +112,7 @@ def _churn(root: Path, max_bytes: int, number: int) -> None:
         seed = choice.randrange(CHURN)
         store.put(make(seed), f"text {seed}", f"owner {seed}")
         store.drop_owners([f"owner {choice.randrange(CHURN)}"])
+        time.sleep(0.005)  # encoding takes longer; without it, two writers leave hardly any turn to a third
     store.close()
 
 

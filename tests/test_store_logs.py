@@ -63,7 +63,9 @@ HARM: dict[str, Harm] = {
     "a forged row of the index": lambda rag, folder, patch: statement(
         folder / "index.sqlite", "UPDATE chunks SET metadata = '{}'"
     ),
-    "damage to all the catalogue": lambda rag, folder, patch: (folder / "packets.sqlite").write_bytes(b"\xff" * 9000),
+    "damage to all the catalogue": lambda rag, folder, patch: [
+        (folder / name).write_bytes(b"\xff" * 200_000) for name in ("packets.sqlite", "packets.sqlite-wal")
+    ],
 }
 
 
