@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any
-from uuid import UUID
+from uuid import uuid4
 
 import pytest
 from conftest import CHUNKS
@@ -18,6 +18,11 @@ from langchain_samples import QUESTION, Reused, WordEmbeddings, documents
 from vector_server_samples import milvus_file, own_name, postgres_url
 
 from kvpacket_rag import KVPacketEngine, KVPacketError
+
+pytestmark = [  # of the databases themselves
+    pytest.mark.filterwarnings("ignore:XDG_RUNTIME_DIR is not set"),
+    pytest.mark.filterwarnings("ignore:.*ORM-style PyMilvus API"),
+]
 
 
 def qdrant() -> VectorStore:
@@ -34,20 +39,26 @@ def qdrant() -> VectorStore:
 def pgvector() -> VectorStore:
     """A collection of a real PostgreSQL."""
     from langchain_postgres import PGVector
+    from sqlalchemy import NullPool, create_engine
 
-    return PGVector(WordEmbeddings(), connection=postgres_url("psycopg"), collection_name=own_name())
+    engine = create_engine(postgres_url("psycopg"), poolclass=NullPool)  # which leaves no connection open
+    return PGVector(WordEmbeddings(), connection=engine, collection_name=own_name())
 
 
 def milvus() -> VectorStore:
     """Milvus in this process, over a file of its own."""
     from langchain_milvus import Milvus
+    from pymilvus import connections
 
-    return Milvus(WordEmbeddings(), connection_args={"uri": milvus_file()}, collection_name=own_name())
+    place = {"uri": milvus_file()}
+    store = Milvus(WordEmbeddings(), connection_args=place, collection_name=own_name())
+    connections.connect(store.alias, **place)  # langchain-milvus 0.3.3 looks for it, pymilvus 2.6.17 does not make it
+    return store
 
 
 def named() -> list[Document]:
-    """Documents under ids that every store takes, Qdrant too."""
-    return [document.model_copy(update={"id": str(UUID(int=n))}) for n, document in enumerate(documents())]
+    """Documents under ids that every store takes, Qdrant too, and that no other collection has, for PGVector's sake."""
+    return [document.model_copy(update={"id": str(uuid4())}) for document in documents()]
 
 
 SERVERS = [pytest.param(make, marks=pytest.mark.scale) for make in (qdrant, pgvector, milvus)]
@@ -59,7 +70,7 @@ def test_what_is_retrieved_has_its_packet_and_the_chain_reads_no_chunk(
     engine: KVPacketEngine, make: Callable[[], VectorStore]
 ):
     store = make()
-    store.add_documents(named())
+    store.add_documents(given := named(), ids=[str(document.id) for document in given])
     retriever = KVPacketRetriever(vectorstore=store, engine=engine, k=3)
     prompt = ChatPromptTemplate.from_template("Documents:\n\n{context}\n\nAnswer in one sentence: {question}")
     chat, reused = ChatKVPacket(engine=engine, max_tokens=2), Reused()
@@ -75,7 +86,8 @@ def test_the_packet_id_travels_in_the_metadata_of_what_was_ingested_with_packets
     engine: KVPacketEngine, make: Callable[[], VectorStore], monkeypatch: pytest.MonkeyPatch
 ):
     store, given = make(), named()
-    store.add_documents(KVPacketTransformer(engine).transform_documents(given))
+    made = KVPacketTransformer(engine).transform_documents(given)
+    store.add_documents(list(made), ids=[str(document.id) for document in made])
     assert len(engine.store) == 4 and [document.metadata for document in given] == [{"row": n} for n in range(4)]
     monkeypatch.setattr(engine.backbone, "encode", lambda *_: pytest.fail("encoded again"))
     for found in store.similarity_search(QUESTION, k=3):
