@@ -18,6 +18,7 @@ from kvpacket_rag.store.folder import StoreFolder
 from kvpacket_rag.store.metrics import MissReason, StoreMetrics, Tier
 from kvpacket_rag.store.packet_file import FileStamp, packet_parts, read_packet
 from kvpacket_rag.store.protocol import KnownChunk, require_byte_cap, require_packet_id
+from kvpacket_rag.store.read_ahead import read_ahead
 from kvpacket_rag.store.reads import Reads
 from kvpacket_rag.store.upkeep import Limits, Upkeep
 
@@ -33,13 +34,10 @@ class DiskStore:
     Tensors are mapped, not copied, and stay readable after their packet was deleted.
 
     Holds are those of this process: what another process evicts is a miss if it was not loaded yet. Where the folder
-    cannot be written, what it holds is read, and every change is refused.
-
-    Several processes of one machine may share a store: on its local disk all is well. On a network disk (NFS, SMB,
-    sshfs, …) only one machine may use it at a time, and the disk needs locks: SQLite's write-ahead log is held together
-    by memory that processes share and machines do not, so two machines that write at once would damage the catalogue.
-    Opening a store on such a disk is logged as a warning, where the system tells (Linux); a disk without locks is
-    refused. Machines that need the same packets share a :class:`~kvpacket_rag.store.RemoteStore`, or keep a store each.
+    cannot be written, what it holds is read. Processes of one machine may share a store. On a network disk (NFS, SMB,
+    sshfs, …) only one machine may use it at a time, and the disk needs locks: SQLite's log is held together by memory
+    that processes share and machines do not. Such a disk is told of in a warning (on Linux), one without locks is
+    refused. Machines share a ``RemoteStore``.
 
     Args:
         path: the folder, created when missing.
@@ -162,8 +160,10 @@ class DiskStore:
         return self._catalogue.totals().revision
 
     def hold(self, packet_ids: Iterable[str]) -> AbstractContextManager[None]:
-        """See :meth:`PacketStore.hold`."""
-        return self._upkeep.holds.hold(packet_ids)
+        """See :meth:`PacketStore.hold`; files that are not in the page cache are read from here on, by a thread."""
+        names = list(packet_ids)
+        read_ahead(self._folder.path_of(name) for name in names)
+        return self._upkeep.holds.hold(names)
 
     def __len__(self) -> int:
         return self._catalogue.totals().stored
@@ -269,9 +269,8 @@ class DiskStore:
         except PacketCorruptError as error:
             if stamp is None or not self._upkeep.set_aside(packet_id, stamp, str(error)):
                 return None
-            raise PacketCorruptError(
-                f"packet {packet_id!r} is damaged: {error}; its file was set aside, encode the chunk again"
-            ) from error
+            told = f"packet {packet_id!r} is damaged: {error}; its file was set aside, encode the chunk again"
+            raise PacketCorruptError(told) from error
         except OSError as error:
             raise StoreError(f"packet file {str(path)!r} cannot be read: {error}; check the permissions") from error
         if settled:
