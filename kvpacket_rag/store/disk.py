@@ -28,10 +28,9 @@ _READ_ATTEMPTS = 5  # a file can be exchanged under a reader only by a deletion 
 class DiskStore:
     """A :class:`~kvpacket_rag.store.PacketStore` in a folder of a local disk.
 
-    A packet becomes visible when its row is committed, after its file was synced, so a killed writer
-    leaves nothing to read. A file is verified once per process and again whenever it changed; a power
-    cut, a flipped bit or an exchanged file shows as :class:`PacketCorruptError`, never as an answer.
-    Tensors are mapped, not copied, and stay readable after their packet was deleted.
+    A packet becomes visible when its row is committed, after its file was synced, so a killed writer leaves nothing to
+    read. A file is verified once per process and again whenever it changed; a power cut, a flipped bit or an exchanged
+    file shows as :class:`PacketCorruptError`, never as an answer. Tensors are mapped, and stay readable when deleted.
 
     Holds are those of this process: what another process evicts is a miss if it was not loaded yet. Where the folder
     cannot be written, what it holds is read. Processes of one machine may share a store. On a network disk (NFS, SMB,
