@@ -100,7 +100,7 @@ def main() -> None:
         asks = [by_engine(engine, args.tokens), by_server(client, url, args.tokens)]
         rounds = [[ask(next(turns)) for ask in asks] for _ in range(args.repeats + 1)][1:]  # the first one warms up
         bare, served = ([1000 * statistics.median(r[side][part] for r in rounds) for part in (0, 1)] for side in (0, 1))
-        prompts = [next(turns) for _ in range(4 * args.clients)]
+        prompts = [next(turns) for _ in range(2 * args.clients)]
         rates = [[per_minute(ask, prompts, args.clients) for ask in asks] for _ in range(3)]
         alone, over = (statistics.median(rate[side] for rate in rates) for side in (0, 1))
     print(describe(engine.backbone.dtype, engine.backbone.device))
