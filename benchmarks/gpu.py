@@ -5,6 +5,9 @@
 Models have the shape of the named ones and random weights, so nothing is downloaded; time does not depend on what
 weights hold. `--models tiny --device cpu --lengths 256` tries the script itself. Answers are compared with the model's
 own forward under a block mask, in bfloat16.
+
+Packets are copied to the card on the stream that then reads the question, not layer by layer on one of their own: what
+that could gain is at most ``host_ms`` less ``device_ms``, and has not been tried.
 """
 
 from __future__ import annotations
