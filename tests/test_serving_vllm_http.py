@@ -16,9 +16,9 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> World:
     return smollm2(tmp_path_factory.mktemp("smollm2"))
 
 
-@pytest.fixture(scope="module", params=["sync", "async, no prefix caching"])
+@pytest.fixture(scope="module", params=["prefix caching", "background loads"])
 def server(world: World, request: pytest.FixtureRequest) -> Iterator[Server]:
-    arguments = [] if request.param == "sync" else ["--no-enable-prefix-caching"]
+    arguments = [] if request.param == "prefix caching" else ["--no-enable-prefix-caching"]
     with serving(
         world, "--logits-processors", f"{CONNECTOR}:KVPacketGuard", *arguments, async_load=bool(arguments)
     ) as running:
