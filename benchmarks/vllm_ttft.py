@@ -24,25 +24,27 @@ from kvpacket_rag import GenerationSettings, KVPacketEngine, Message
 from kvpacket_rag.bench.clock import describe
 from kvpacket_rag.demo import corpus_folder
 from kvpacket_rag.models import resolve_model
+from kvpacket_rag.reading import Reuse
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompter
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = "smollm2-135m-instruct"
 FIRST = GenerationSettings(max_new_tokens=4)
+_SHORTEST = 40  # tokens of a section
 
 
-def sections() -> list[str]:
-    """Of the demo's corpus."""
+def sections(engine: KVPacketEngine, num_tokens: int) -> list[str]:
+    """Of the demo's corpus, together as long as asked for; the titles alone are left out."""
     texts = [path.read_text(encoding="utf-8") for path in sorted(corpus_folder().glob("*.md"))]
-    return [section.strip() for text in texts for section in text.split("\n## ")]
+    chosen: list[str] = []
+    for section in (section.strip() for text in texts for section in text.split("\n## ")):
+        if engine.count_tokens(section) >= _SHORTEST and sum(map(engine.count_tokens, chosen)) < num_tokens:
+            chosen.append(section)
+    return chosen
 
 
-def chats(engine: KVPacketEngine, num_tokens: int, count: int) -> Iterator[list[Message]]:
-    """Questions about the same sections, together as long as asked for."""
-    texts: list[str] = []
-    for section in sections():
-        if sum(map(engine.count_tokens, texts)) < num_tokens:
-            texts.append(section)
+def chats(texts: list[str], count: int) -> Iterator[list[Message]]:
+    """Questions about the same sections."""
     for number in range(count):
         yield [Message("user", "\n\n".join(texts) + f"\n\nIn {number + 2} words: what is this about?")]
 
@@ -68,11 +70,14 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         engine = KVPacketEngine.load(MODEL, store=folder / "store", dtype=options.dtype)
-        engine.encode(sections())
+        texts = [sections(engine, int(n)) for n in options.tokens.split(",")]
+        for chosen in texts:
+            engine.encode(chosen)
         prompter = VLLMPrompter(engine)
         prompter.card.save(folder / "card.json")
-        sets = [list(chats(engine, int(n), options.questions + 1)) for n in options.tokens.split(",")]
-        prompts = [[prompter.prompt(chat) for chat in chosen] for chosen in sets]
+        sets = [list(chats(chosen, options.questions + 1)) for chosen in texts]
+        every = Reuse(on_miss="error")  # a chunk that is read as text would make it another measurement
+        prompts = [[prompter.prompt(chat, reuse=every) for chat in chosen] for chosen in sets]
         expected = [[list(engine.generate(chat, FIRST).token_ids) for chat in chosen] for chosen in sets]
         job = {
             "llm": {"model": str(resolve_model(MODEL)), "dtype": options.dtype, "enable_prefix_caching": False},

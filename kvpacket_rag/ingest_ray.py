@@ -43,6 +43,9 @@ class RayWorkers:
     count: int | None = None
     gpus: float = 1.0
 
+    def __post_init__(self) -> None:
+        _ray()  # to be missed before a model is loaded
+
     def make(self, engine: KVPacketEngine, batches: Sequence[Sequence[MissingPacket]]) -> Iterator[str]:
         """Have packets made and stored; their ids, as they come.
 
@@ -59,6 +62,7 @@ class RayWorkers:
         ray = _ray()
         if not ray.is_initialized():
             ray.init(include_dashboard=False, log_to_driver=False)
+        ray.data.DataContext.get_current().enable_progress_bars = False  # the ingest has one of its own
         nodes = [node for node in ray.nodes() if node["Alive"]]
         if len(nodes) > 1 and not isinstance(engine.store, RemoteStore):
             raise StoreError(

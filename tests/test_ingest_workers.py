@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -83,6 +84,14 @@ def test_what_they_made_before_they_died_is_not_made_again_and_is_deleted_with_i
         for document in {document.document_id for document in given}:
             rag.delete(document)
         assert packet_files(tmp_path) == set()
+
+
+def test_without_ray_it_says_what_to_install_and_starts_nothing(
+    kv: Run, docs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setitem(sys.modules, "ray", None)
+    code, _, error = kv("ingest", docs, "--index", tmp_path / "own", "--engine", "ray")
+    assert code == 1 and "kvpacket-rag[ray]" in error and not (tmp_path / "own").exists()
 
 
 def test_workers_of_an_engine_that_has_none_are_refused(kv: Run, docs: Path, tmp_path: Path):

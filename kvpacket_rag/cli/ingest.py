@@ -71,11 +71,12 @@ def run(args: argparse.Namespace) -> None:
     """Ingest."""
     if not args.paths and not args.reencode:
         args.usage("name a file or folder to ingest (none is needed with --reencode only)")
+    workers = _workers(args)
     skips = _Skips(args.index)
     documents = _read(args, skips)
     with Bar() as bar, open_index(args, args.index, bar, **_options(args)) as rag:
         try:
-            report = rag.add(counted(documents, "documents"), bar, _workers(args))
+            report = rag.add(counted(documents, "documents"), bar, workers)
         except (KeyboardInterrupt, KVPacketError):
             say(
                 f"kept: {count(len(rag.index.documents()), 'document')} in the index and "
