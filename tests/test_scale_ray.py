@@ -22,15 +22,14 @@ from kvpacket_rag.store import MemoryStore, PacketStore, RemoteStore
 
 pytestmark = [pytest.mark.scale, pytest.mark.filterwarnings("ignore")]
 
-WORKERS = RayWorkers(2)
 
-
-@pytest.fixture(scope="module", autouse=True)
-def _ray() -> Iterator[None]:
+@pytest.fixture(scope="module")
+def workers() -> Iterator[RayWorkers]:
+    """Two, in a cluster of this machine's."""
     import ray
 
     ray.init(num_cpus=2, include_dashboard=False, log_to_driver=False, object_store_memory=100_000_000)
-    yield
+    yield RayWorkers(2)
     ray.shutdown()
 
 
@@ -68,7 +67,9 @@ def kill_workers(folder: Path, killed: list[int]) -> None:
             killed.append(child.pid)
 
 
-def test_ray_ingest_with_a_killed_worker_equals_local_ingest_byte_for_byte(model: str, tmp_path: Path):
+def test_ray_ingest_with_a_killed_worker_equals_local_ingest_byte_for_byte(
+    model: str, tmp_path: Path, workers: RayWorkers
+):
     given = [
         Document(f"n{n}", f"Note {n}: the valve of section {n * 7} was checked by crew {n % 13}.") for n in range(200)
     ]
@@ -79,28 +80,28 @@ def test_ray_ingest_with_a_killed_worker_equals_local_ingest_byte_for_byte(model
     killer = threading.Thread(target=kill_workers, args=(tmp_path / "ray", killed))
     with pipeline(model, tmp_path / "ray", tmp_path / "ray") as rag:
         killer.start()
-        report = rag.add(given, workers=WORKERS)
+        report = rag.add(given, workers=workers)
         killer.join()
         assert contents(rag) == expected
         assert (report.packets_encoded, report.added) == (200, 200)
-        assert rag.add(given, workers=WORKERS).unchanged == 200
+        assert rag.add(given, workers=workers).unchanged == 200
     assert killed and stored(tmp_path / "ray") == stored(tmp_path / "local")
     assert len(stored(tmp_path / "ray")) == 200
 
 
-def test_workers_put_packets_into_an_object_store(model: str, tmp_path: Path):
+def test_workers_put_packets_into_an_object_store(model: str, tmp_path: Path, workers: RayWorkers):
     given, url = documents(6), f"file://{tmp_path}/objects"
     with pipeline(model, tmp_path / "local", tmp_path / "local") as rag:
         rag.add(given)
     with pipeline(model, tmp_path / "ray", RemoteStore(url, tmp_path / "ray")) as rag:
-        report = rag.add(given, workers=WORKERS)
+        report = rag.add(given, workers=workers)
         assert report.packets_encoded == len(rag.engine.store) == len(stored(tmp_path / "local"))
-        assert rag.add(given, workers=WORKERS).unchanged == 6
+        assert rag.add(given, workers=workers).unchanged == 6
         assert rag.ask("Which section was written anew?").answer.usage.chunks_reused == 4
         rag.delete("d0")
     assert stored(tmp_path / "objects").items() < stored(tmp_path / "local").items()
 
 
-def test_packets_in_memory_cannot_be_made_elsewhere(model: str, tmp_path: Path):
+def test_packets_in_memory_cannot_be_made_elsewhere(model: str, tmp_path: Path, workers: RayWorkers):
     with pipeline(model, tmp_path, MemoryStore()) as rag, pytest.raises(StoreError, match="keep them in a folder"):
-        rag.add(documents(1), workers=WORKERS)
+        rag.add(documents(1), workers=workers)
