@@ -172,17 +172,19 @@ class ChunkLearner:
 
     def _encode(self, texts: list[str]) -> str:
         """Make packets; why there are not all of them, or nothing."""
+        reason = ""
         try:
-            names = self._writer.write_missing(texts) if texts else []
-            return ""
-        except KVPacketError as error:  # those before it are stored
+            if texts:
+                self._writer.write_missing(texts)
+        except KVPacketError as error:
             logger.warning("retrieved chunks could not be encoded: %s", error)
+            reason = str(error)
+        finally:  # those before an error are stored, whatever it is
             names = [name for text in texts for name, _ in self._name(text) if name in self._store]
-            return str(error)
-        finally:
             with self._lock:
                 self._learned |= dict.fromkeys(names)
             self._make_room()
+        return reason
 
     def _touch(self, names: Iterable[str]) -> None:
         with self._lock:

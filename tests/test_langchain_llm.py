@@ -14,7 +14,7 @@ from langchain_samples import across_tokens, lent_contexts
 from templates import tokenizer_with
 from transformers import pipeline
 
-from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PromptError
+from kvpacket_rag import ContextTooLongError, GenerationSettings, KVPacketEngine, Message, PromptError
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.batch import Rows
 
@@ -137,6 +137,9 @@ async def test_the_last_answers_usage_is_at_hand(llm: KVPacketLLM):
         assert llm.last_usage and {name: llm.last_usage[name] for name in expected} == expected
     await llm.ainvoke("Hi")
     assert llm.last_usage["chunks_reused"] == 0 and llm.model_copy().last_usage == llm.last_usage
+    with pytest.raises(ContextTooLongError):
+        llm.invoke("word " * 5000)
+    assert llm.last_usage is None
     chat = ChatKVPacket(llm=llm)
     message = chat.invoke(PROMPT)
     assert chat.last_usage and chat.last_usage["total_tokens"] == message.usage_metadata["total_tokens"]  # type: ignore[index]

@@ -277,3 +277,17 @@ def test_a_document_that_was_deleted_gets_no_packet_again(engine: KVPacketEngine
     store.delete(["d0"])
     store.add_texts(["Nothing is known of the lease of the harbour office any more."], ids=["d1"])
     assert facts(chat.invoke(f"{text} So?")) == (2, []) and len(engine.store) == 3
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt(), RuntimeError("of the driver")])
+def test_an_error_while_chunks_are_encoded_is_the_one_that_is_raised(
+    error: BaseException, chat: ChatKVPacket, retriever: BaseRetriever, monkeypatch: pytest.MonkeyPatch
+):
+    def fail(*args: Any, **kwargs: Any) -> None:
+        raise error
+
+    with monkeypatch.context() as patch:
+        patch.setattr("kvpacket_rag.packet_writer.PacketWriter.write_missing", fail)
+        with pytest.raises(type(error)):
+            chain(retriever, chat).invoke(QUESTION)
+    assert facts(chain(retriever, chat).invoke(QUESTION))[1] == [ENCODED_NOW] * 2

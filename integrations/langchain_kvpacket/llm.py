@@ -107,7 +107,7 @@ class KVPacketLLM(EngineFields, BaseLLM):
         **kwargs: Any,
     ) -> LLMResult:
         call = self._call(stop, kwargs)
-        answers = call.answers(self.engine, [self._prompt(prompt, call) for prompt in prompts], self._note)
+        answers = self._answers(call, [self._prompt(prompt, call) for prompt in prompts])
         return self._result([(answer.text, self._facts(answer)) for answer in answers])
 
     async def _agenerate(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
@@ -218,6 +218,11 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
         """The answer to a call, on its way."""
         self._usages.clear()
         return call.stream(self.engine, prompt, self._note)
+
+    def _answers(self, call: Call, prompts: Sequence[Prompt]) -> list[Answer]:
+        """The answers to one call of several prompts."""
+        self._usages.clear()
+        return call.answers(self.engine, prompts, self._note)
 
     def _note(self, answer: Answer) -> None:
         self._usages[:] = [usage_counts(answer)]
