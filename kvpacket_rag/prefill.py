@@ -12,7 +12,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-import torch
 from torch import Tensor
 
 from kvpacket_rag.answer import Miss
@@ -139,11 +138,9 @@ class Prefiller:
 
     def free(self) -> None:
         """Let go of what is kept for later prompts: contexts, preambles, and copies of packets in faster memory."""
-        self._backbone.pool.drop_idle()
         self._preambles.clear()
         self.loader.drop_copies()
-        if self._backbone.device.type == "cuda":
-            torch.cuda.empty_cache()
+        self._backbone.pool.drop_idle()
 
     def _try(self, parts: Sequence[Part], max_new_tokens: int, sparing: bool = False) -> Prefilled | None:
         """What :meth:`run` gives, or None where memory runs out; the error and what it keeps alive is gone by then."""
@@ -171,12 +168,16 @@ class Prefiller:
         """
         started = time.perf_counter()
         parts = loaded.parts
-        preamble = self._find_preamble(parts)
+        preamble, is_fresh = self._find_preamble(parts), not context.filled
         packet_tokens, kept_tokens = _known_tokens(parts, len(context.filled))
         texts, filled = self._lay_out(parts, context)
         seconds = time.perf_counter() - started
         bound = self._backbone.bind(context)
-        logits = self._read(bound, texts, sparing)
+        rest = texts
+        if preamble is not None and is_fresh:  # read alone, so that rounding is the same when it is kept
+            self._read(bound, texts[:1], sparing)
+            rest = texts[1:]
+        logits = self._read(bound, rest, sparing)
         context.filled = filled
         if preamble is not None:
             self._preambles.keep(preamble, context)

@@ -52,6 +52,25 @@ def test_the_same_hits_in_the_same_order_are_assembled_once(soft_engine: KVPacke
     assert again.token_ids == fresh(soft_engine, lambda: ask(soft_engine, CHUNKS, "And when?")).token_ids
 
 
+def test_what_was_asked_before_changes_no_forward_of_the_question(
+    soft_engine: KVPacketEngine, placed: list[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Other numbers of tokens in a forward round otherwise, which can turn an answer in 16 bits."""
+    read: list[list[int]] = []
+    prefill = soft_engine.backbone.prefill
+
+    def noting(bound: Any, texts: Any) -> Any:
+        read.append([len(ids) for _, ids in texts])
+        return prefill(bound, texts)
+
+    monkeypatch.setattr(soft_engine.backbone, "prefill", noting)
+    first, context = ask(soft_engine, CHUNKS), ask(soft_engine, CHUNKS)
+    kept = fresh(soft_engine, lambda: ask(soft_engine, CHUNKS))
+    assert (first.usage.preamble_tokens, kept.usage.preamble_tokens) == (0, context.usage.preamble_tokens)
+    preamble, *questions = read
+    assert sum(preamble) == kept.usage.preamble_tokens and questions == [[kept.usage.prefilled_tokens]] * 3
+
+
 def test_a_prompt_goes_on_behind_the_chunks_it_shares(soft_engine: KVPacketEngine, placed: list[str]):
     ask(soft_engine, CHUNKS)
     placed.clear()
