@@ -92,6 +92,11 @@ class PacketIndex:
         """How this process searches: ``"flat"`` or ``"hnsw"``."""
         return self._kind
 
+    @property
+    def folder(self) -> Path | None:
+        """Where it lies; None in memory."""
+        return self._rows.file.path.parent.resolve() if self._rows.file.path else None
+
     def __len__(self) -> int:
         return self._rows.count()
 

@@ -82,7 +82,7 @@ class IndexFile:
             StoreError: it cannot be read or written.
         """
         self.name = str(path) if path else "in memory"
-        self._path = path
+        self.path = path
         self._lock = threading.RLock()
         self._closed = False
         self._seen: object = None  # file and log as they were when they were opened for reading alone
@@ -158,7 +158,7 @@ class IndexFile:
     def close(self) -> None:
         """Release the file. A second call does nothing."""
         with self._lock:
-            if self._erased and not self._closed and self._path:
+            if self._erased and not self._closed and self.path:
                 database.compact(self._db)
             self._closed = True
             self._db.close()
@@ -166,7 +166,7 @@ class IndexFile:
     def _prepare(self) -> None:
         version = self._format()  # before anything is written: the file may be another program's
         self._db.execute("PRAGMA page_size = 8192")  # of a new file: four vectors of 384 numbers to a page
-        database.use_write_ahead_log(self._db, self._path)
+        database.use_write_ahead_log(self._db, self.path)
         for pragma in ("synchronous = FULL", "foreign_keys = ON"):
             self._db.execute(f"PRAGMA {pragma}")
         if version != FORMAT_VERSION:
@@ -179,25 +179,25 @@ class IndexFile:
 
     def _read_only(self, error: sqlite3.OperationalError) -> None:
         """Read what there is where nothing can be written."""
-        if error.sqlite_errorcode & 0xFF not in database.NO_WRITE_CODES or not (self._path and self._path.is_file()):
+        if error.sqlite_errorcode & 0xFF not in database.NO_WRITE_CODES or not (self.path and self.path.is_file()):
             raise error
-        self._seen = database.stamp(self._path)
+        self._seen = database.stamp(self.path)
         try:
-            self._db = database.connect_read_only(self._path)
+            self._db = database.connect_read_only(self.path)
         except sqlite3.Error:
             raise error from None
         if (version := self._format()) != FORMAT_VERSION:
             self._db.close()
             raise StoreFormatError(
                 f"index {self.name} has format {version} and cannot be written; run 'kvpacket check "
-                f"{self._path.parent}' once where it can, which brings it to format {FORMAT_VERSION}"
+                f"{self.path.parent}' once where it can, which brings it to format {FORMAT_VERSION}"
             )
 
     def _look_again(self) -> None:
         """Where there was no log, SQLite took the file for unchanging; connect again once it did change."""
-        if self._seen is not None and self._path and self._seen != (now := database.stamp(self._path)):
+        if self._seen is not None and self.path and self._seen != (now := database.stamp(self.path)):
             self._db.close()
-            self._seen, self._db = now, database.connect_read_only(self._path)
+            self._seen, self._db = now, database.connect_read_only(self.path)
             self._reopened += 1
 
     def _format(self) -> int:

@@ -18,7 +18,8 @@ from kvpacket_rag.embed import Embedder, Vectors
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.index import PacketIndex
-from kvpacket_rag.journal import OwnerJournal, owner_names, remove_document
+from kvpacket_rag.journal import OwnerJournal, remove_document
+from kvpacket_rag.owners import owner_names
 from kvpacket_rag.packet_writer import MissingPacket
 from kvpacket_rag.progress import IngestProgress, IngestReport, OnProgress
 from kvpacket_rag.rows import metadata_json
@@ -148,7 +149,7 @@ class Ingester:
             for start in range(0, len(rows), _BATCH_CHUNKS):
                 batch = rows[start : start + _BATCH_CHUNKS]
                 ids = [chunk.chunk_id for chunk, _ in batch]
-                owners = owner_names(self.index, ids)
+                owners = owner_names(self.index, self.engine.store, ids)
                 names = self.engine.encode([chunk.text for chunk, _ in batch], owners, meter.tell)
                 for old in {name for _, name in batch} - set(names):
                     self.engine.store.delete(old)
@@ -198,7 +199,7 @@ class Ingester:
         made: dict[str, int] = {}
         for batch in _batches(plans):
             chunks = [chunk for plan in batch for chunk in plan.chunks]
-            owners = owner_names(self.index, [chunk.chunk_id for chunk in chunks])
+            owners = owner_names(self.index, self.engine.store, [chunk.chunk_id for chunk in chunks])
             new = self.engine.writer.missing_batches([chunk.text for chunk in chunks], owners, made)
             made |= {packet.packet_id: len(packet.ids) for forward in new for packet in forward}
             forwards += new
@@ -227,7 +228,8 @@ class Ingester:
         chunks = [chunk for plan in batch for chunk in plan.chunks]
         new = [chunk.chunk_id for chunk in chunks]
         old = self._note(batch)
-        names = self.engine.encode([chunk.text for chunk in chunks], owner_names(self.index, new), meter.tell)
+        owners = owner_names(self.index, self.engine.store, new)
+        names = self.engine.encode([chunk.text for chunk in chunks], owners, meter.tell)
         self.index.add(chunks, self._vectors(chunks), names)
         self.index.delete({name for ids in old.values() for name in ids} - set(new))
         self._journal.settle(old)

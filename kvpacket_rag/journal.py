@@ -15,10 +15,10 @@ from filelock import FileLock
 
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.owners import owner_names
 from kvpacket_rag.store import PacketStore
 
 _SETTING = "unsettled"
-OWNER_PREFIX = "owner_prefix"  # setting of an index whose packets lie in a store that others use too
 
 
 class ChangeLock(FileLock):
@@ -46,12 +46,6 @@ def change_lock(folder: str | Path) -> ChangeLock:
     does not. Two machines may not use one folder at once in any case, see :class:`~kvpacket_rag.store.DiskStore`.
     """
     return ChangeLock(Path(folder) / ".changing.lock")
-
-
-def owner_names(index: PacketIndex, chunk_ids: Iterable[str]) -> list[str]:
-    """Under which names chunks of an index own their packets."""
-    prefix = index.get_setting(OWNER_PREFIX) or ""
-    return [prefix + chunk_id for chunk_id in chunk_ids]
 
 
 class OwnerJournal:
@@ -84,7 +78,7 @@ class OwnerJournal:
             return
         present = {chunk_id for name in done for chunk_id in self._index.chunk_ids(name)}
         gone = [chunk_id for name in done for chunk_id in noted[name] if chunk_id not in present]
-        self._store.drop_owners(owner_names(self._index, gone))
+        self._store.drop_owners(owner_names(self._index, self._store, gone))
         self._write({name: ids for name, ids in noted.items() if name not in done})
 
     def _read(self) -> dict[str, list[str]]:

@@ -46,7 +46,8 @@ def test_a_store_opens_again_from_its_folder_and_encodes_nothing(
     assert engine.generate(CHUNKS[3] + " So").usage.chunks_reused == 1
 
 
-def test_an_index_made_without_llama_index_opens_as_plain_nodes(engine: KVPacketEngine, tmp_path: Path):
+def test_an_index_made_without_llama_index_opens_as_plain_nodes(backbone: Backbone, tmp_path: Path):
+    engine = KVPacketEngine(backbone, DiskStore(tmp_path))
     index = PacketIndex.open(tmp_path)
     chunk = Chunk("c", CHUNKS[0], "doc", {"page": 3, "ingest_mark": "of no use to a model"})
     index.add([chunk], [embed(CHUNKS[0])], engine.encode(CHUNKS[:1], ["c"]))
@@ -193,7 +194,7 @@ def test_encoding_anew_that_was_stopped_goes_on_where_it_was(
     monkeypatch.setattr("llama_index_kvpacket.packets._BATCH_CHUNKS", 1)
     KVPacketVectorStore(engine, tmp_path).add(nodes())
     encode, left = soft_engine.encoder.encode, [True, True]
-    monkeypatch.setattr(soft_engine.encoder, "encode", lambda todo: left.pop() and encode(todo))
+    monkeypatch.setattr(soft_engine.encoder, "encode", lambda todo, *_: left.pop() and encode(todo))
     with pytest.raises(IndexError):
         KVPacketVectorStore(soft_engine, tmp_path, reencode=True)
     assert len(soft_engine.store) == 2

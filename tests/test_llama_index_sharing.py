@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -168,3 +169,64 @@ def test_opening_does_not_touch_what_another_process_is_about_to_do(
     monkeypatch.setattr(PacketIndex, "add", meanwhile)
     store.add(nodes())
     assert known(on_disk) == sorted(CHUNKS) == sorted(found(opened[0], CHUNKS[0]))
+
+
+def in_folder(backbone: Backbone, folder: Path, texts: list[str]) -> Path:
+    """A folder with nodes and their packets, under ids that all such folders use."""
+    engine = KVPacketEngine(backbone, DiskStore(folder))
+    store = KVPacketVectorStore(engine, folder)
+    store.add(nodes(texts))
+    store.close()
+    engine.close()
+    return folder
+
+
+def test_two_folders_of_equal_ids_are_kept_apart_over_the_packets_of_one(backbone: Backbone, tmp_path: Path):
+    one = in_folder(backbone, tmp_path / "one", CHUNKS[:1])
+    other = in_folder(backbone, tmp_path / "other", CHUNKS[1:2])
+    engine = KVPacketEngine(backbone, DiskStore(one))
+    first, second = KVPacketVectorStore(engine, one), KVPacketVectorStore(engine, other, reencode=True)
+    assert known(engine) == sorted(CHUNKS[:2])
+    second.add([node("n0", CHUNKS[2], "doc")])
+    assert known(engine) == sorted([CHUNKS[0], CHUNKS[2]])
+    first.delete("doc")
+    assert known(engine) == CHUNKS[2:3]
+    engine.close()
+    at_home = KVPacketEngine(backbone, DiskStore(other))  # where its names are what they were
+    again = KVPacketVectorStore(at_home, other, reencode=True)
+    assert known(at_home) == CHUNKS[2:3]
+    again.clear()
+    assert known(at_home) == []
+
+
+def test_a_folder_with_packets_is_not_taken_for_that_of_the_engine(backbone: Backbone, tmp_path: Path):
+    DiskStore(tmp_path / "one").close()
+    engine = KVPacketEngine(backbone, DiskStore(tmp_path / "other"))
+    one, other = (KVPacketVectorStore(engine, tmp_path / name) for name in ("one", "other"))
+    one.add(nodes(CHUNKS[:1]))
+    other.add(nodes(CHUNKS[1:2]))
+    one.clear()
+    assert known(engine) == CHUNKS[1:2]
+
+
+@pytest.mark.parametrize("at_home", [True, False])
+def test_a_copied_folder_leaves_the_packets_of_the_first(backbone: Backbone, tmp_path: Path, at_home: bool):
+    one = in_folder(backbone, tmp_path / "one", CHUNKS[:2])
+    engine = KVPacketEngine(backbone, DiskStore(one if at_home else tmp_path / "packets"))
+    first = KVPacketVectorStore(engine, one, reencode=True)
+    shutil.copytree(one, tmp_path / "copy")
+    copy = KVPacketVectorStore(engine, tmp_path / "copy")
+    copy.delete("doc")
+    assert known(engine) == sorted(CHUNKS[:2])
+    copy.add(nodes(CHUNKS[1:2]))
+    first.clear()
+    assert known(engine) == CHUNKS[1:2]
+
+
+def test_a_folder_that_was_moved_keeps_its_names(backbone: Backbone, engine: KVPacketEngine, tmp_path: Path):
+    store = KVPacketVectorStore(engine, tmp_path / "one")
+    store.add(nodes(CHUNKS[:2]))
+    store.close()
+    (tmp_path / "one").rename(tmp_path / "moved")
+    KVPacketVectorStore(engine, tmp_path / "moved").clear()
+    assert known(engine) == []

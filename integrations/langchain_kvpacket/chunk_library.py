@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import threading
-import uuid
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -18,11 +17,13 @@ from kvpacket_rag import (
     Embedder,
     KVPacketEngine,
     PacketIndex,
+    PacketNotFoundError,
     PacketSignature,
     StoreError,
 )
-from kvpacket_rag.journal import OWNER_PREFIX, change_lock
+from kvpacket_rag.journal import change_lock
 from kvpacket_rag.origin import Origin
+from kvpacket_rag.owners import UNOWNED, adopt, claim_names, knows_packets, owner_names
 from langchain_kvpacket.retrieved import RETRIEVED
 
 _PAGE = 64  # chunks copied at a time
@@ -34,9 +35,7 @@ _making = threading.Lock()
 class ChunkLibrary:
     """Chunks with vectors in an index and packets in the engine's store.
 
-    Several indexes may share one engine, and often have equal ids. So a chunk owns its packet under
-    its id and a prefix of its index's own; in an index whose folder holds its own packets the prefix
-    is empty.
+    Several indexes may share one engine, see :mod:`kvpacket_rag.owners`.
 
     Args:
         engine: makes and keeps the packets.
@@ -47,6 +46,7 @@ class ChunkLibrary:
 
     Raises:
         PacketMismatchError: the index's packets are of another model, adapter or dtype.
+        PacketNotFoundError: no folder is given, and the engine's store knows none of them.
         StoreError: its vectors are of other embeddings.
     """
 
@@ -58,9 +58,11 @@ class ChunkLibrary:
         self.embedder = embedder
         self._folder = Path(folder or ".")
         self._claim(index)
-        if index.get_setting(OWNER_PREFIX) is None and not len(index):
-            index.set_setting(OWNER_PREFIX, f"{uuid.uuid4()}/" if folder is None else "")
-        self._prefix = index.get_setting(OWNER_PREFIX) or ""
+        if folder is None:
+            self._require_packets()
+        claim_names(index, engine.store)
+        if index.get_setting(UNOWNED):
+            adopt(index, engine.store)
         self._processes = None if folder is None else change_lock(folder)
         with _making:
             self._threads = _turns.setdefault(index, threading.RLock())
@@ -117,7 +119,6 @@ class ChunkLibrary:
         try:
             if len(index):
                 raise StoreError(f"the index in {folder} holds {len(index)} texts already; save into an empty folder")
-            index.set_setting(OWNER_PREFIX, "")
             self._claim(index)
             rows = [chunk for chunk, _ in self.index.rows()]
             for start in range(0, len(rows), _PAGE):
@@ -129,8 +130,9 @@ class ChunkLibrary:
     def _copy(self, chunks: Sequence[Chunk], index: PacketIndex, packets: DiskStore) -> None:
         ids = [chunk.chunk_id for chunk in chunks]
         found = self.engine.encode([chunk.text for chunk in chunks], self._owners(ids))  # only what was evicted
-        for chunk, packet in zip(chunks, found, strict=True):
-            packets.put(self.engine.store.get(packet, self.engine.signature), chunk.text.strip(), chunk.chunk_id)
+        owners = owner_names(index, packets, ids)
+        for chunk, packet, owner in zip(chunks, found, owners, strict=True):
+            packets.put(self.engine.store.get(packet, self.engine.signature), chunk.text.strip(), owner)
         index.add(chunks, self.index.vectors(ids), found)
 
     @contextmanager
@@ -158,6 +160,16 @@ class ChunkLibrary:
             if not index.get_setting(key):
                 index.set_setting(key, value)
 
+    def _require_packets(self) -> None:
+        """Refuse an engine whose store is another than that of the index."""
+        index, engine = self.index, self.engine
+        if len(index) and not knows_packets(index, engine.store, engine.signature):
+            raise PacketNotFoundError(
+                f"the index holds {len(index)} texts, but the engine's store has none of their packets; load the "
+                "engine with the store that was used when the texts were added, or open the index's folder with "
+                "KVPacketVectorStore.open"
+            )
+
     def _embed(self, chunks: Sequence[Chunk], old: Mapping[str, Chunk]) -> npt.NDArray[np.float32]:
         """(n, dim); a text that is stored under its id keeps its vector."""
         kept = [c.chunk_id for c in chunks if c.chunk_id in old and old[c.chunk_id].text == c.text]
@@ -169,8 +181,8 @@ class ChunkLibrary:
 
     def _owners(self, ids: Iterable[str]) -> list[str]:
         """Under which names chunks own their packets."""
-        return [self._prefix + name for name in ids]
+        return owner_names(self.index, self.engine.store, ids)
 
     def _guards(self, ids: Iterable[str]) -> list[str]:
         """Under which names they do so until their rows are written; a failure leaves no packets behind."""
-        return [f"\n(being added)\n{self._prefix}{name}" for name in ids]
+        return [f"\n(being added)\n{name}" for name in self._owners(ids)]

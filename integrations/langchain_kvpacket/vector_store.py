@@ -73,6 +73,7 @@ class KVPacketVectorStore(VectorStore):
 
         Raises:
             PacketMismatchError: the index was built with another model, adapter or dtype.
+            PacketNotFoundError: the engine's store holds no packet of the index.
             StoreError: it was built with other embeddings, or no engine is given and there are several.
         """
         self._embeddings = require_embeddings(embedding)

@@ -11,7 +11,6 @@ from llama_index.core.schema import BaseNode, MetadataMode
 
 from kvpacket_rag import (
     Chunk,
-    DiskStore,
     KVPacketEngine,
     PacketIndex,
     PacketMismatchError,
@@ -19,11 +18,12 @@ from kvpacket_rag import (
     StoreError,
 )
 from kvpacket_rag.origin import Origin
+from kvpacket_rag.owners import UNOWNED, knows_packets
 from llama_index_kvpacket.embedding import embedder_of
 from llama_index_kvpacket.leftovers import Leftovers
 from llama_index_kvpacket.loading import DEFAULT_MODEL, REDUCTION, for_transformers, load, resolve
 from llama_index_kvpacket.nodes import packet_text
-from llama_index_kvpacket.ownership import IS_COPY, Ownership
+from llama_index_kvpacket.ownership import Ownership
 from llama_index_kvpacket.retrieved import RETRIEVED
 
 Progress = Callable[[int, int], None]
@@ -59,9 +59,7 @@ class NodePackets:
         self.folder = folder
         self.text_key = (index.get_setting(TEXT_KEY) or "") if text_key is None else text_key
         self.leftovers = Leftovers(engine)
-        # An engine with packets on disk, and packets in this folder: they are taken for the same.
-        alone = folder is not None and isinstance(engine.store, DiskStore) and (folder / "packets.sqlite").is_file()
-        self.ownership = Ownership(index, engine.store, self.packet_of, folder, alone)
+        self.ownership = Ownership(index, engine.store, self.packet_of, folder)
         self._origin = Origin(index, folder) if folder else None
         self._progress = progress
 
@@ -93,7 +91,7 @@ class NodePackets:
             self._begin()
             self.index.set_setting(TEXT_KEY, self.text_key)
             self.index.set_setting("signature", self.engine.signature.to_json())
-        if reencode or self.index.get_setting(IS_COPY):
+        if reencode or self.index.get_setting(UNOWNED):
             self.ownership.adopt()
         self.ownership.recover()
 
@@ -154,9 +152,9 @@ class NodePackets:
             )
         if self._origin and self._origin.check(self.engine, self._origin.embedder, reencode):
             return True
-        if not reencode and next(iter(self.engine.store.known(self.engine.signature)), None) is None:
+        if not reencode and not knows_packets(self.index, self.engine.store, self.engine.signature):
             raise PacketNotFoundError(
-                f"the index holds {len(self.index)} nodes, but the engine's store has no packet of its model; load "
+                f"the index holds {len(self.index)} nodes, but the engine's store has none of their packets; load "
                 "the engine with the store that was used when the nodes were added, or pass reencode=True"
             )
         return built_with != self.text_key

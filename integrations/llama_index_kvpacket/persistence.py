@@ -19,7 +19,8 @@ from kvpacket_rag import Chunk, DiskStore, PacketIndex, StoreError, StoreFormatE
 from kvpacket_rag.index import FILE_NAME
 from kvpacket_rag.journal import change_lock
 from kvpacket_rag.origin import Origin
-from llama_index_kvpacket.ownership import IS_COPY, Ownership
+from kvpacket_rag.owners import UNOWNED
+from llama_index_kvpacket.ownership import Ownership
 from llama_index_kvpacket.packets import EMBEDDER, TEXT_KEY, NodePackets
 
 # No JSON on purpose: LlamaIndex opens what it finds in a storage folder as a SimpleVectorStore, and would read any
@@ -87,13 +88,13 @@ def copy_to(folder: Path, packets: NodePackets) -> None:
         rows = list(packets.index.rows())
         names = [chunk.chunk_id for chunk, _ in rows]
         gone = {chunk.chunk_id for chunk, _ in index.rows()} - set(names)
-        with Ownership(index, store, packets.packet_of, folder, alone=False).changing([*names, *gone]) as owners:
+        with Ownership(index, store, packets.packet_of, folder).changing([*names, *gone]) as owners:
             for (chunk, _), owner in zip(rows, owners, strict=False):
                 _copy_packet(chunk, owner, packets, store)
             if packets.folder is None:
                 _write_rows(rows, packets.index.vectors(names), folder)
                 _take_over(folder)
-                index.set_setting(IS_COPY, "true")
+                index.set_setting(UNOWNED, "true")
         if embedder := packets.index.get_setting(EMBEDDER):
             index.set_setting(EMBEDDER, embedder)
         index.set_setting(TEXT_KEY, packets.text_key)
