@@ -217,9 +217,11 @@ class ContextPool:
             self._idle = [context, *self._idle][: self.max_idle]
 
     def drop_idle(self) -> None:
-        """Free the contexts that nobody uses."""
+        """Free the contexts that nobody uses, for other processes too."""
         with self._lock:
             self._idle = []
+        if self.device.type == "cuda":
+            torch.cuda.empty_cache()
 
 
 def _shared(context: Context, keys: Sequence[Key]) -> int:

@@ -9,6 +9,11 @@ import torch
 
 from kvpacket_rag.errors import DeviceError
 
+
+class NoRoomError(DeviceError, MemoryError):
+    """Memory ran out even for the smallest piece of some work; it is caught as such where there is another way."""
+
+
 _NO_MEMORY = ("DefaultCPUAllocator", "out of memory")  # of the host's allocator; of CUDA's driver, of MPS and others
 _LOST = ("CUDA error", "HIP error", "device-side assert", "CUDA driver")
 
@@ -33,6 +38,8 @@ def told(device: torch.device, advice: str) -> Iterator[None]:
     """
     try:
         yield
+    except DeviceError:
+        raise
     except (MemoryError, RuntimeError) as error:
         if is_out_of_memory(error):
             raise DeviceError(f"the memory of {device} ran out ({_first_line(error)}); {advice}") from error

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -13,8 +14,13 @@ from kvpacket_rag.backbone import Backbone, is_unicode
 from kvpacket_rag.compress.compressor import Compressor
 from kvpacket_rag.compress.quantise import Quantiser
 from kvpacket_rag.compress.reduction import UNREDUCED, Reduction
+from kvpacket_rag.device_errors import NoRoomError, is_out_of_memory
 from kvpacket_rag.errors import AdapterError, DocumentError
 from kvpacket_rag.packet import Packet, PacketSignature, packet_id
+
+logger = logging.getLogger(__name__)
+NO_MEMORY = "cut documents into smaller chunks, or free memory"
+NamedIds = tuple[str, list[int]]  # packet id and token ids of a chunk
 
 
 class PacketEncoder:
@@ -106,18 +112,52 @@ class PacketEncoder:
             )
         return packet_id(ids, self.signature), ids
 
-    def encode(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[Packet]:
+    def encode(self, chunks: Sequence[NamedIds], make_room: Callable[[], None] | None = None) -> Iterator[Packet]:
         """Prefill chunks, long ones first, and yield their packets as they come.
 
         Args:
             chunks: packet id and token ids of each, as :meth:`identify` gives them.
+            make_room: frees what is not needed when memory runs out; idle contexts by default.
+
+        Raises:
+            DeviceError: memory ran out for a single chunk; shorter ones may still have room.
         """
         self.backbone.check_unchanged(thorough=True)
         for batch in self.batches(chunks):
-            tensors = self._prefill([ids for _, ids in batch])
-            for (name, ids), parts in zip(batch, tensors, strict=True):
-                span = len(ids) + self.adapter.stored_tokens
-                yield Packet(name, self.signature, self._quantised(parts), span, len(ids))
+            yield from self._encode(batch, make_room or self.backbone.pool.drop_idle)
+
+    def _encode(self, batch: Sequence[NamedIds], make_room: Callable[[], None]) -> Iterator[Packet]:
+        """One forward; in halves where memory runs out, and chunk by chunk in the end."""
+        packets = self._try(batch)
+        if packets is None:
+            make_room()
+            if len(batch) > 1:
+                yield from self._encode(batch[: len(batch) // 2], make_room)
+                yield from self._encode(batch[len(batch) // 2 :], make_room)
+                return
+            packets = self._try(batch)
+        if packets is None:
+            tokens = len(batch[0][1]) + self._extra
+            raise NoRoomError(
+                f"the memory of {self.backbone.device} has no room to encode a chunk of {tokens} tokens, whose keys "
+                f"and values take {tokens * self.backbone.pool.slot_bytes} bytes; {NO_MEMORY}"
+            )
+        yield from packets
+
+    def _try(self, batch: Sequence[NamedIds]) -> list[Packet] | None:
+        """Packets, or None where memory runs out; the error and what it keeps alive is gone by then."""
+        try:
+            rows = zip(batch, self._prefill([ids for _, ids in batch]), strict=True)
+            extra = self.adapter.stored_tokens
+            return [
+                Packet(name, self.signature, self._quantised(parts), len(ids) + extra, len(ids))
+                for (name, ids), parts in rows
+            ]
+        except (MemoryError, RuntimeError) as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning("memory of %s ran out for %d chunks at once: %s", self.backbone.device, len(batch), error)
+            return None
 
     def _quantised(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
         """Keys and values in few bits, if that is asked for; what else a packet stores stays as it is."""
@@ -153,12 +193,12 @@ class PacketEncoder:
             return torch.cat([self.backbone.embed(self.sink_ids), wrapped])
         return torch.tensor([*self.sink_ids, *ids], dtype=torch.long)
 
-    def batches(self, chunks: Sequence[tuple[str, list[int]]]) -> Iterator[list[tuple[str, list[int]]]]:
+    def batches(self, chunks: Sequence[NamedIds]) -> Iterator[list[NamedIds]]:
         """The chunks of each forward, long ones first: as many as fit, or one by one for a press.
 
         It would score padding, and normalise over the batch.
         """
-        batch: list[tuple[str, list[int]]] = []
+        batch: list[NamedIds] = []
         for chunk in sorted(chunks, key=lambda c: len(c[1]), reverse=True):
             padded = len((batch or [chunk])[0][1]) + self._extra
             if batch and (self._compressor or padded * (len(batch) + 1) > self.max_batch_tokens):

@@ -14,7 +14,7 @@ from kvpacket_rag.compress.compression import Compression
 from kvpacket_rag.compress.reduction import UNREDUCED, Reduction
 from kvpacket_rag.compress.scheme import Scheme
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import AdapterError
+from kvpacket_rag.errors import AdapterError, KVPacketError
 from kvpacket_rag.hardware import pick_device, pick_dtype
 from kvpacket_rag.models import load_model
 from kvpacket_rag.packet import PacketSignature
@@ -55,13 +55,14 @@ class KVPacketEngine(Answering):
         min_match_tokens: int = MIN_MATCH_TOKENS,
         reduction: Reduction = UNREDUCED,
     ) -> None:
+        _require_parts(backbone, store)
         adapter = Adapter.empty(backbone.hidden_size) if adapter is None else adapter
         if not isinstance(adapter, Adapter):
             raise AdapterError(f"adapter is a {type(adapter).__name__}; pass an Adapter, such as Adapter.load(file)")
         check_adapter(adapter, backbone)
         encoder = PacketEncoder(backbone, adapter, sink, reduction=reduction)
         super().__init__(encoder, MemoryStore() if store is None else store, min_match_tokens)
-        self.writer = PacketWriter(encoder, self.store)
+        self.writer = PacketWriter(encoder, self.store, self._prefiller.free)
 
     @classmethod
     def load(
@@ -174,6 +175,7 @@ class KVPacketEngine(Answering):
 
         Raises:
             DocumentError: a text is empty or longer than the model's window; nothing was encoded.
+            DeviceError: memory ran out for a single chunk; what was encoded before stays.
             StoreFullError: no room; what was stored before stays.
         """
         return self.writer.write_missing(texts, owners, progress)
@@ -188,3 +190,21 @@ class KVPacketEngine(Answering):
     def close(self) -> None:
         """Close the store."""
         self.store.close()
+
+
+def _require_parts(backbone: object, store: object) -> None:
+    """Refuse what is no model or no store, such as their names.
+
+    Raises:
+        KVPacketError: it is none.
+    """
+    if not isinstance(backbone, Backbone):
+        raise KVPacketError(
+            f"backbone is a {type(backbone).__name__}, expected a Backbone; load a model by its name with "
+            "KVPacketEngine.load(model)"
+        )
+    if store is not None and not isinstance(store, PacketStore):
+        raise KVPacketError(
+            f"store is a {type(store).__name__}, expected a packet store such as DiskStore(folder); "
+            "KVPacketEngine.load and KVPacketEngine.around take a folder or URL too"
+        )

@@ -7,7 +7,8 @@ from collections.abc import Callable, Container, Iterable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
-from kvpacket_rag.encode import PacketEncoder
+from kvpacket_rag.device_errors import told
+from kvpacket_rag.encode import NO_MEMORY, PacketEncoder
 from kvpacket_rag.errors import PacketNotFoundError, PromptError
 from kvpacket_rag.packet import Packet
 from kvpacket_rag.store import PacketStore
@@ -32,11 +33,13 @@ class PacketWriter:
     Args:
         encoder: makes packets.
         store: keeps them.
+        make_room: frees memory when it runs out; see :meth:`PacketEncoder.encode`.
     """
 
-    def __init__(self, encoder: PacketEncoder, store: PacketStore) -> None:
+    def __init__(self, encoder: PacketEncoder, store: PacketStore, make_room: Callable[[], None] | None = None) -> None:
         self._encoder = encoder
         self._store = store
+        self._make_room = make_room
 
     def write_missing(
         self, texts: Sequence[str], owners: Sequence[str] | None = None, progress: OnTokens | None = None
@@ -91,14 +94,20 @@ class PacketWriter:
         return [[missing[name] for name, _ in batch] for batch in batches]
 
     def write(self, missing: Sequence[MissingPacket], progress: OnTokens | None = None) -> None:
-        """Prefill in the foreground while a thread writes what is finished."""
+        """Prefill in the foreground while a thread writes what is finished.
+
+        Raises:
+            DeviceError: memory ran out, or the device cannot be used any more; what was finished stays.
+            StoreFullError: no room; what was stored before stays.
+        """
         if not missing:
             return
         chunks = {packet.packet_id: packet for packet in missing}
         done, total = 0, sum(len(packet.ids) for packet in missing)
         pending: deque[tuple[Packet, Future[None]]] = deque()
-        with ThreadPoolExecutor(1) as writer:
-            for packet in self._encoder.encode([(name, chunk.ids) for name, chunk in chunks.items()]):
+        wanted = [(name, chunk.ids) for name, chunk in chunks.items()]
+        with told(self._encoder.backbone.device, NO_MEMORY), ThreadPoolExecutor(1) as writer:
+            for packet in self._encoder.encode(wanted, self._make_room):
                 chunk = chunks[packet.packet_id]
                 pending.append((packet, writer.submit(self._store.put, packet, chunk.text, chunk.owner)))
                 while len(pending) >= _PENDING_WRITES:

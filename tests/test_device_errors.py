@@ -15,7 +15,7 @@ from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.device_errors import is_out_of_memory, told
 from kvpacket_rag.engine import KVPacketEngine
-from kvpacket_rag.errors import DeviceError, PacketMissError
+from kvpacket_rag.errors import DeviceError, PacketMissError, StoreError
 from kvpacket_rag.reading import Reuse
 from kvpacket_rag.store import MemoryStore, TieredStore
 
@@ -136,8 +136,67 @@ def test_a_device_that_disappears_is_named_with_what_to_do(words: str):
 
 
 def test_a_tier_larger_than_the_device_is_refused(monkeypatch: Any):
-    from kvpacket_rag.errors import StoreError
-
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 29, 1 << 30))
     with pytest.raises(StoreError, match=f"device_bytes is {1 << 31}; expected 0 up to the {1 << 30} bytes"):
         TieredStore(MemoryStore(), device_bytes=1 << 31, device="cuda")
+
+
+def narrow(engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch, error: BaseException, rows: int) -> list[int]:
+    """Let the model's memory hold a few chunks at once; tells how many were tried."""
+    encode, tried = engine.backbone.encode, []
+
+    def run(given: Any, *rest: Any) -> Any:
+        tried.append(len(given))
+        if len(given) > rows:
+            raise error
+        return encode(given, *rest)
+
+    monkeypatch.setattr(engine.backbone, "encode", run)
+    return tried
+
+
+@pytest.mark.parametrize("error", KINDS, ids=lambda error: f"{type(error).__name__} {str(error)[:10]}")
+def test_chunks_that_find_no_room_together_are_encoded_in_smaller_batches(
+    engine: KVPacketEngine, adapter: Any, monkeypatch: Any, error: Any
+):
+    fresh, freed = KVPacketEngine(engine.backbone, adapter=adapter, min_match_tokens=4), []
+    monkeypatch.setattr(fresh.writer, "_make_room", lambda: freed.append(1))
+    tried = narrow(fresh, monkeypatch, error, rows=1)
+    names = fresh.encode(CHUNKS)
+    assert tried == [4, 2, 1, 1, 2, 1, 1] and len(freed) == 3
+    for name in names:
+        one, other = (e.store.get(name, e.signature).tensors for e in (engine, fresh))
+        assert all(torch.allclose(a, b, atol=1e-4) for a, b in zip(one, other, strict=True))
+
+
+def test_a_chunk_is_tried_again_once_room_was_made(backbone: Any, monkeypatch: Any):
+    engine = KVPacketEngine(backbone)
+    idle = backbone.pool.take(8)
+    backbone.pool.give_back(idle)
+    monkeypatch.setattr(backbone, "encode", failing(backbone.encode, KINDS[0], 1, []))
+    engine.encode(CHUNKS[:1])
+    assert len(engine.store) == 1 and idle not in backbone.pool._idle
+
+
+def test_a_chunk_that_finds_no_room_by_itself_is_told_with_its_bytes(engine: KVPacketEngine, monkeypatch: Any):
+    bare = KVPacketEngine(engine.backbone)
+    tokens = bare.count_tokens(CHUNKS[0])
+    narrow(bare, monkeypatch, KINDS[1], rows=0)
+    size = tokens * bare.backbone.pool.slot_bytes
+    with pytest.raises(DeviceError, match=f"cpu has no room to encode a chunk of {tokens} tokens.* {size} bytes; cut"):
+        bare.encode(CHUNKS[:1])
+    assert len(bare.store) == 0
+
+
+def test_a_prompt_whose_lost_packet_cannot_be_made_again_is_read_as_text(engine: KVPacketEngine, monkeypatch: Any):
+    expected = engine.generate(PROMPT, SHORT, policy="prefill")
+    monkeypatch.setattr(engine.store.below, "get", failing(engine.store.below.get, StoreError("gone"), 1 << 30, []))
+    narrow(engine, monkeypatch, KINDS[0], rows=0)
+    found = engine.generate(PROMPT, SHORT)
+    assert found.token_ids == expected.token_ids and len(found.usage.misses) == 4
+
+
+def test_memory_that_runs_out_while_a_packet_is_written_is_said_in_words(engine: KVPacketEngine, monkeypatch: Any):
+    monkeypatch.setattr(engine.store, "put", failing(engine.store.put, MemoryError(), 1, []))
+    with pytest.raises(DeviceError, match=r"the memory of cpu ran out \(MemoryError\); cut documents"):
+        engine.encode(["A chunk that nobody has seen before, of some length."])

@@ -13,7 +13,7 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
-from kvpacket_rag.errors import AdapterError, ContextTooLongError, DocumentError, PromptError
+from kvpacket_rag.errors import AdapterError, ContextTooLongError, DocumentError, KVPacketError, PromptError
 from kvpacket_rag.store import DiskStore, MemoryStore
 
 SHORT = GenerationSettings(max_new_tokens=12)
@@ -285,3 +285,10 @@ def test_a_store_of_packets_that_cannot_be_read_is_told_of(backbone, caplog):
     assert KVPacketEngine(backbone, store) and not caplog.records
     KVPacketEngine(backbone, store, sink=1)
     assert "holds 4 packets and none that tiny reads" in caplog.text and "adapter differ" in caplog.text
+
+
+def test_names_in_place_of_model_and_store_are_told_what_is_expected(backbone: Any, tmp_path: Path):
+    with pytest.raises(KVPacketError, match=r"store is a str, expected a packet store such as DiskStore\(folder\)"):
+        KVPacketEngine(backbone, str(tmp_path))  # type: ignore[arg-type]
+    with pytest.raises(KVPacketError, match=r"backbone is a str, expected a Backbone.*KVPacketEngine\.load"):
+        KVPacketEngine("tiny")  # type: ignore[arg-type]

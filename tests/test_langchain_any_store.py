@@ -115,6 +115,15 @@ def test_documents_without_id_and_of_collections_of_equal_ids_are_kept_apart(eng
     assert one.drop([loose.metadata["kvpacket_id"]]) == [loose.metadata["kvpacket_id"]]
 
 
+@pytest.mark.parametrize("text", ["", "word " * 3000], ids=["blank", "too long"])
+def test_a_document_that_can_have_no_packet_any_more_does_not_name_one(engine: KVPacketEngine, text: str):
+    step = KVPacketTransformer(engine)
+    (made,) = step.transform_documents(documents()[:1])
+    changed = made.model_copy(update={"page_content": text})
+    (after,) = step.transform_documents([changed])
+    assert after.metadata == {"row": 0} and "kvpacket_id" in changed.metadata and len(engine.store) == 0
+
+
 def test_what_is_longer_than_the_window_is_told_and_left_as_it_is(
     engine: KVPacketEngine, caplog: pytest.LogCaptureFixture
 ):

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 from conftest import CHUNKS
 from langchain_core.documents import Document
 from langchain_core.embeddings import Embeddings
@@ -12,7 +13,7 @@ from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvpacket import ChatKVPacket, KVPacketRetriever, KVPacketVectorStore
 from langchain_samples import QUESTION, WordEmbeddings, documents
 
-from kvpacket_rag import KVPacketEngine, KVPacketError, StoreError
+from kvpacket_rag import DeviceError, KVPacketEngine, KVPacketError, StoreError
 
 
 @pytest.fixture
@@ -137,3 +138,18 @@ def test_what_can_have_no_packet_is_retrieved_all_the_same(engine: KVPacketEngin
     other = InMemoryVectorStore.from_documents([*documents(), long], WordEmbeddings())
     assert "long" in ids(KVPacketRetriever(vectorstore=other, engine=engine, k=9).invoke(QUESTION))
     assert len(engine.store) == 4 and "is read in full" in caplog.text
+
+
+def test_what_finds_no_memory_to_be_encoded_is_retrieved_all_the_same(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def full(*_: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    other = InMemoryVectorStore.from_documents(documents(), WordEmbeddings())
+    with monkeypatch.context() as patch:
+        patch.setattr(engine.backbone, "encode", full)
+        assert len(KVPacketRetriever(vectorstore=other, engine=engine, k=4).invoke(QUESTION)) == 4
+        assert len(engine.store) == 0 and "is read in full: the memory of cpu has no room" in caplog.text
+        with pytest.raises(DeviceError, match="cut documents into smaller chunks"):
+            KVPacketVectorStore(WordEmbeddings(), engine).add_texts(CHUNKS[:1])

@@ -121,7 +121,7 @@ def test_an_update_changes_the_packets_of_what_changed(
 ):
     index, encoded = build(store), []
     encode = llm.engine.encoder.encode
-    monkeypatch.setattr(llm.engine.encoder, "encode", lambda todo: encoded.extend(todo) or encode(todo))
+    monkeypatch.setattr(llm.engine.encoder, "encode", lambda todo, *_: encoded.extend(todo) or encode(todo))
     for page in (7, 8):
         index.update_ref_doc(Document(text=CHUNKS[1], id_="d1", metadata={"page": page}))
     assert encoded == [] and known(llm.engine) == sorted(CHUNKS)

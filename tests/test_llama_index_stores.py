@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+import torch
 from conftest import CHUNKS
 from llama_index.core import Document, StorageContext, VectorStoreIndex
 from llama_index.core.ingestion import DocstoreStrategy, IngestionCache, IngestionPipeline
@@ -24,7 +25,7 @@ from llama_index_kvpacket.transform import PACKET_ID_KEY, KVPacketTransform
 from llama_index_samples import DIM, QUESTION, WordEmbedding, documents, node, nodes
 from vector_server_samples import milvus_file, own_name, postgres_url
 
-from kvpacket_rag import Backbone, KVPacketEngine, KVPacketError, StoreFullError
+from kvpacket_rag import Backbone, GenerationSettings, KVPacketEngine, KVPacketError, StoreFullError
 
 pytestmark = pytest.mark.filterwarnings("ignore:Payload indexes have no effect:UserWarning")  # in Qdrant's own engine
 
@@ -68,7 +69,7 @@ def encoded(engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch) -> list[str
     """Packets that were computed."""
     names: list[str] = []
     encode = engine.encoder.encode
-    monkeypatch.setattr(engine.encoder, "encode", lambda todo: names.extend(n for n, _ in todo) or encode(todo))
+    monkeypatch.setattr(engine.encoder, "encode", lambda todo, *_: names.extend(n for n, _ in todo) or encode(todo))
     return names
 
 
@@ -202,6 +203,14 @@ def test_the_transform_leaves_given_nodes_as_they_are(engine: KVPacketEngine):
     assert first.get_content(MetadataMode.EMBED) == given[0].get_content(MetadataMode.EMBED)
 
 
+@pytest.mark.parametrize("text", [" \n", "word " * 3000], ids=["blank", "too long"])
+def test_a_node_that_can_have_no_packet_any_more_does_not_name_one(engine: KVPacketEngine, text: str):
+    (made,) = KVPacketTransform(engine)([node("a", CHUNKS[0], "doc", page=1)])
+    changed = made.model_copy(update={"text": text})
+    (after,) = KVPacketTransform(engine)([changed])
+    assert after.metadata == {"page": 1} and PACKET_ID_KEY in changed.metadata and known(engine) == []
+
+
 @pytest.mark.parametrize("step", [KVPacketTransform, KVPacketPostprocessor])
 def test_what_is_longer_than_the_window_is_told_and_left_out(
     engine: KVPacketEngine, step: Any, caplog: pytest.LogCaptureFixture
@@ -226,6 +235,26 @@ def test_a_full_store_costs_packets_and_no_answer(
     assert len(last.postprocess_nodes(scored(nodes(CHUNKS[:2])))) == 2
     assert last.packets_encoded == 0
     assert "1 retrieved nodes have no packet and are read in full: no room" in caplog.text
+
+
+def test_memory_that_runs_out_costs_packets_and_no_answer(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    encode = engine.backbone.encode
+    texts = [f"{CHUNKS[2]} {CHUNKS[2]}", CHUNKS[3]]
+
+    def narrow(rows: Any, *rest: Any) -> Any:
+        if len(rows) > 1 or rows[0].shape[0] < engine.count_tokens(texts[0]):
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return encode(rows, *rest)
+
+    monkeypatch.setattr(engine.backbone, "encode", narrow)
+    last = KVPacketPostprocessor(engine)
+    assert len(last.postprocess_nodes(scored(nodes(texts)))) == 2
+    assert last.packets_encoded == len(engine.store) == 1
+    assert "1 retrieved nodes have no packet and are read in full: the memory of cpu has no room" in caplog.text
+    answer = engine.generate("\n\n".join([*texts, "Who?"]), GenerationSettings(2))
+    assert answer.usage.chunks_reused == 1
 
 
 @pytest.mark.parametrize("replaces", [False, True])

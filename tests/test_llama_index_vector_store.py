@@ -62,7 +62,7 @@ def encoded(engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch) -> list[str
     """Packets that were computed."""
     names: list[str] = []
     encode = engine.encoder.encode
-    monkeypatch.setattr(engine.encoder, "encode", lambda todo: names.extend(n for n, _ in todo) or encode(todo))
+    monkeypatch.setattr(engine.encoder, "encode", lambda todo, *_: names.extend(n for n, _ in todo) or encode(todo))
     return names
 
 

@@ -51,7 +51,7 @@ def test_a_refresh_replaces_what_changed_doubles_nothing_and_encodes_only_the_ne
     build(reopen(), documents())
     store, encoded = reopen(), []
     encode = store.engine.encoder.encode
-    monkeypatch.setattr(store.engine.encoder, "encode", lambda todo: encoded.extend(todo) or encode(todo))
+    monkeypatch.setattr(store.engine.encoder, "encode", lambda todo, *_: encoded.extend(todo) or encode(todo))
     index = index_over(store)
     assert index.refresh_ref_docs([documents()[0], Document(text=CHANGED, id_="d1"), *documents()[2:]]) == [True] * 4
     assert texts(store) == known(store) == sorted([CHUNKS[0], CHANGED, *CHUNKS[2:]]) and len(encoded) == 1

@@ -13,7 +13,7 @@ from langchain_core.runnables.config import run_in_executor
 from langchain_core.vectorstores import VectorStore
 from pydantic import ConfigDict, Field, model_validator
 
-from kvpacket_rag import DocumentError, KVPacketEngine, StoreError
+from kvpacket_rag import DeviceError, DocumentError, KVPacketEngine, StoreError
 from langchain_kvpacket.plain_errors import PlainErrors
 
 logger = logging.getLogger(__name__)
@@ -146,6 +146,6 @@ class KVPacketRetriever(PlainErrors, BaseRetriever):
                 continue
             try:
                 self.engine.encode([text])
-            except (DocumentError, StoreError) as error:
+            except (DeviceError, DocumentError, StoreError) as error:
                 logger.warning("a retrieved document has no packet and is read in full: %s", error)
         return documents

@@ -41,7 +41,7 @@ class KVPacketTransformer(BaseDocumentTransformer):
         self.owner = owner
 
     def transform_documents(self, documents: Sequence[Document], **kwargs: Any) -> Sequence[Document]:
-        """Make packets; a document without text, or with more than the model's window, stays as it is.
+        """Make packets; a document without text, or with more than the model's window, has no packet id.
 
         Raises:
             StoreError: the packets cannot be stored.
@@ -51,10 +51,7 @@ class KVPacketTransformer(BaseDocumentTransformer):
         found = [place for place, name in enumerate(names) if name]
         texts = [documents[place].page_content for place in found]
         self.engine.writer.replace(texts, [owners[place] for place in found], owners)
-        return [
-            document.model_copy(update={"metadata": {**document.metadata, PACKET_ID_KEY: name}}) if name else document
-            for document, name in zip(documents, names, strict=True)
-        ]
+        return [_with_packet_id(document, name) for document, name in zip(documents, names, strict=True)]
 
     def drop(self, ids: Iterable[str]) -> list[str]:
         """Drop the packets of documents that were deleted, save those that others need.
@@ -78,3 +75,11 @@ class KVPacketTransformer(BaseDocumentTransformer):
 
     def _owner(self, name: str) -> str:
         return f"{quote(self.owner, safe='')}/{name}"
+
+
+def _with_packet_id(document: Document, name: str) -> Document:
+    """A copy that names its packet, or none; the document itself where that is so already."""
+    metadata = {key: value for key, value in document.metadata.items() if key != PACKET_ID_KEY}
+    if name:
+        metadata[PACKET_ID_KEY] = name
+    return document if metadata == document.metadata else document.model_copy(update={"metadata": metadata})

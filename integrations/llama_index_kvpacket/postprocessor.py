@@ -12,7 +12,7 @@ from llama_index.core.bridge.pydantic import ConfigDict, Field, PrivateAttr
 from llama_index.core.postprocessor.types import BaseNodePostprocessor
 from llama_index.core.schema import NodeWithScore, QueryBundle
 
-from kvpacket_rag import KVPacketEngine, KVPacketError, StoreError
+from kvpacket_rag import DeviceError, KVPacketEngine, KVPacketError, StoreError
 from llama_index_kvpacket.beside import DEFAULT_OWNER, encodable
 from llama_index_kvpacket.parameters import require_engine
 
@@ -83,12 +83,13 @@ class KVPacketPostprocessor(BaseNodePostprocessor):
         texts, owners = [each.text for each in missing.values()], [each.owner for each in missing.values()]
         try:
             self._engine.encode(texts, owners)
-        except StoreError as error:
-            logger.warning("%d retrieved nodes have no packet and are read in full: %s", len(missing), error)
-            return
+        except (DeviceError, StoreError) as error:
+            left = sum(name not in self._engine.store for name in missing)
+            logger.warning("%d retrieved nodes have no packet and are read in full: %s", left, error)
+        made = sum(name in self._engine.store for name in missing)
         with self._lock:
-            self._encoded += len(missing)
-        logger.info("%d of %d retrieved nodes had no packet and were encoded", len(missing), len(found))
+            self._encoded += made
+        logger.info("%d of %d retrieved nodes had no packet and were encoded", made, len(found))
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> KVPacketPostprocessor:
         return self.model_copy()

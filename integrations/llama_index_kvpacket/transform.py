@@ -58,14 +58,14 @@ class KVPacketTransform(TransformComponent):
         return "KVPacketTransform"
 
     def __call__(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
-        """Make packets; a node without text, or with more than the model's window, stays as it is.
+        """Make packets; a node without text, or with more than the model's window, has no packet id.
 
         Raises:
             StoreError: the packets cannot be stored.
         """
         found = replace_packets(self._engine, nodes, self.owner, self.packet_text_key)
         packets = {id(each.node): each.packet_id for each in found}
-        return [_with_packet_id(node, packets[id(node)]) if id(node) in packets else node for node in nodes]
+        return [_with_packet_id(node, packets.get(id(node), "")) for node in nodes]
 
     async def acall(self, nodes: Sequence[BaseNode], **kwargs: Any) -> Sequence[BaseNode]:
         """The same in a worker thread."""
@@ -81,6 +81,10 @@ class KVPacketTransform(TransformComponent):
 
 
 def _with_packet_id(node: BaseNode, packet_id: str) -> BaseNode:
+    """A copy that names its packet; without one, the node itself, or a copy without the name it has from before."""
+    if not packet_id:
+        metadata = {key: value for key, value in node.metadata.items() if key != PACKET_ID_KEY}
+        return node if metadata == node.metadata else node.model_copy(update={"metadata": metadata})
     hidden = {
         name: [*dict.fromkeys([*getattr(node, name), PACKET_ID_KEY])]
         for name in ("excluded_llm_metadata_keys", "excluded_embed_metadata_keys")
