@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sys
 import threading
@@ -309,9 +310,28 @@ def test_what_a_killed_process_was_fetching_is_cleared_away(machine: Callable[..
     old, new = (tmp_path / "first" / "incoming" / name for name in ("old", "new"))
     for path in (old, new):
         path.write_bytes(b"half")
-    shutil.os.utime(old, (0, 0))
+    folder = old.with_name("folder")
+    folder.mkdir()
+    for path in (old, folder):
+        os.utime(path, (0, 0))
     machine()
-    assert not old.exists() and new.exists()
+    assert not old.exists() and new.exists() and folder.exists()
+
+
+def test_nothing_is_cleared_away_through_a_link(machine: Callable[..., RemoteStore], tmp_path: Path):
+    machine().close()
+    incoming, foreign = tmp_path / "first" / "incoming", tmp_path / "foreign"
+    incoming.rename(foreign)
+    (foreign / "thesis").write_bytes(b"mine")
+    os.utime(foreign / "thesis", (0, 0))
+    incoming.symlink_to(foreign)
+    with pytest.raises(StoreError, match="is a link or a file.*remove it"):
+        machine()
+    assert (foreign / "thesis").exists()
+    incoming.unlink()
+    incoming.write_bytes(b"")
+    with pytest.raises(StoreError, match="is a link or a file"):
+        machine()
 
 
 @pytest.mark.parametrize(

@@ -34,6 +34,9 @@ class Transfer:
         cache: of this machine.
         pool: for transfers at the same time.
         metrics: where they are counted.
+
+    Raises:
+        StoreError: what is to be the folder of incoming packets is a link or a file.
     """
 
     def __init__(self, bucket: Bucket, cache: RemoteCache, pool: Executor, metrics: StoreMetrics) -> None:
@@ -43,11 +46,10 @@ class Transfer:
         self._metrics = metrics
         self._fetching: dict[str, Future[Packet | None]] = {}
         self._lock = Lock()
-        self._incoming = cache.folder / "incoming"
-        self._incoming.mkdir(exist_ok=True)
+        self._incoming = _own_folder(cache.folder / "incoming")
         for path in self._incoming.iterdir():
             with suppress(FileNotFoundError):
-                if path.stat().st_mtime < time.time() - _STALE_SECONDS:
+                if path.is_file() and path.lstat().st_mtime < time.time() - _STALE_SECONDS:
                     path.unlink()
 
     def upload(self, packet: Packet, text: str, parts: Sequence[bytes | memoryview]) -> ChunkRecord:
@@ -173,3 +175,12 @@ class Transfer:
             self._cache.note_gone(packet_id)
             raise PacketNotFoundError(f"packet {packet_id!r} is gone from {self._bucket.url}; encode the chunk again")
         return size_bytes
+
+
+def _own_folder(path: Path) -> Path:
+    """The folder itself, made if need be: what is old in it is deleted, so it must not be another one by a link."""
+    with suppress(FileExistsError):
+        path.mkdir()
+    if path.is_symlink() or not path.is_dir():
+        raise StoreError(f"{str(path)!r} is a link or a file; expected a folder for packets on their way: remove it")
+    return path
