@@ -150,6 +150,35 @@ def test_a_packet_for_which_the_cache_has_no_room_is_given(machine: Callable[...
     assert store.tiers["disk"].size_bytes == 0 and files(tmp_path / "small" / "incoming") == []
 
 
+def test_what_had_no_room_is_let_go_of_when_nobody_holds_it_or_it_is_deleted(
+    machine: Callable[..., RemoteStore], monkeypatch: pytest.MonkeyPatch
+):
+    machine().put(PACKET, "text")
+    store, may_come, download = machine("small", max_bytes=SIZE - 1), threading.Event(), Bucket.download
+
+    def waiting(self: Bucket, *args: Any) -> int | None:
+        assert may_come.wait(30)
+        return download(self, *args)
+
+    monkeypatch.setattr(Bucket, "download", waiting)
+    fetching = store._transfer._fetching
+    with store.hold([PACKET.packet_id]):
+        late = fetching[PACKET.packet_id]
+    may_come.set()
+    assert same(late.result(30), PACKET)
+    deadline = time.monotonic() + 30
+    while fetching and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert not fetching
+    with store.hold([PACKET.packet_id]):
+        with store.hold([PACKET.packet_id]):
+            assert same(store.get(PACKET.packet_id, SIGNATURE), PACKET)
+        assert fetching
+        store.delete(PACKET.packet_id)
+        with pytest.raises(PacketNotFoundError):
+            store.get(PACKET.packet_id, SIGNATURE)
+
+
 def test_a_held_prompt_is_fetched_ahead_and_once(machine: Callable[..., RemoteStore]):
     packets, first = [make_packet(seed) for seed in range(8)], machine()
     for packet in packets:
@@ -325,7 +354,7 @@ def test_nothing_is_cleared_away_through_a_link(machine: Callable[..., RemoteSto
     (foreign / "thesis").write_bytes(b"mine")
     os.utime(foreign / "thesis", (0, 0))
     incoming.symlink_to(foreign)
-    with pytest.raises(StoreError, match="is a link or a file.*remove it"):
+    with pytest.raises(StoreError, match=r"is a link or a file.*remove it"):
         machine()
     assert (foreign / "thesis").exists()
     incoming.unlink()

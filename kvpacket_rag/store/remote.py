@@ -184,12 +184,12 @@ class RemoteStore:
     def hold(self, packet_ids: Iterable[str]) -> Iterator[None]:
         """See :meth:`PacketStore.hold`; those that are not in the cache are fetched from here on."""
         names = list(packet_ids)
-        with self._cache.hold(names):
-            self._transfer.read_ahead(names)
-            try:
+        try:
+            with self._cache.hold(names):
+                self._transfer.read_ahead(names)
                 yield
-            finally:
-                self._transfer.forget(names)
+        finally:
+            self._transfer.release(names)
 
     def refresh(self) -> None:
         """Learn what other machines put and deleted.
@@ -204,6 +204,7 @@ class RemoteStore:
         for start in range(0, len(new), _BATCH):
             found = [record for record in self._pool.map(self._transfer.record, new[start : start + _BATCH]) if record]
             self._cache.learn(sorted(found, key=lambda record: record.stored_ns))
+        self._transfer.drop(before - listed)
         self._cache.forget(before - listed)
 
     def __len__(self) -> int:
@@ -245,6 +246,7 @@ class RemoteStore:
         """Tensors first: a record alone is a miss, and it is found again when this is interrupted."""
         for name in packet_ids:
             self._bucket.delete([packet_key(name), quarantine_key(name), record_key(name)])
+            self._transfer.drop([name])
 
     def _try_refresh(self) -> None:
         try:

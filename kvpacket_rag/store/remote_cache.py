@@ -39,6 +39,11 @@ class RemoteCache(DiskStore):
         """Whether this host named that owner."""
         return self._catalogue.is_owner(packet_id, owner)
 
+    def held(self) -> set[str]:
+        """Packets that running requests hold."""
+        with self._upkeep.holds.frozen() as held:
+            return set(held)
+
     def ids(self) -> set[str]:
         """Every packet that is known."""
         return {name for state in (STORED, EVICTED, QUARANTINED) for name in self._catalogue.ids(state)}

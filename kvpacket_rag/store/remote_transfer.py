@@ -107,12 +107,18 @@ class Transfer:
             fetching = self._fetching.get(packet_id)
         return fetching.result() if fetching is not None else None
 
-    def forget(self, packet_ids: Iterable[str]) -> None:
-        """Let go of packets that came and had no room in the cache."""
+    def release(self, packet_ids: Iterable[str]) -> None:
+        """Let go of packets that came, had no room in the cache, and are held no more."""
         with self._lock:
-            for name in packet_ids:
+            for name in set(packet_ids) - self._cache.held():
                 if name in self._fetching and self._fetching[name].done():
                     del self._fetching[name]
+
+    def drop(self, packet_ids: Iterable[str]) -> None:
+        """Give no more of packets that were deleted, though they be held."""
+        with self._lock:
+            for name in packet_ids:
+                self._fetching.pop(name, None)
 
     def _begin(self, packet_id: str) -> Future[Packet | None]:
         with self._lock:
@@ -124,9 +130,13 @@ class Transfer:
         return fetching
 
     def _settle(self, packet_id: str, fetching: Future[Packet | None]) -> None:
-        """What lies in the cache, or did not come, need not be remembered."""
-        if fetching.cancelled() or fetching.exception() or fetching.result() is None:
-            self.forget([packet_id])
+        """What lies in the cache, or did not come, need not be remembered, nor what nobody waits for any more."""
+        if not (fetching.cancelled() or fetching.exception() or fetching.result() is None):
+            self.release([packet_id])
+            return
+        with self._lock:
+            if self._fetching.get(packet_id) is fetching:
+                del self._fetching[packet_id]
 
     def _fetch(self, packet_id: str) -> Packet | None:
         row, text = self._cache.intact_row(packet_id), ""  # a row that is intact keeps its text
