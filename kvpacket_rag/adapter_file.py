@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import pickle
+import secrets
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
@@ -29,9 +30,9 @@ def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: str |
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     about = {"format": _FORMAT, "about": json.dumps(dict(metadata), sort_keys=True)}
     path = Path(path)
-    half = path.with_name(f".{os.getpid()}.{path.name}")
+    half = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
     try:  # not by safetensors' own writer, whose files only their owner may read
-        with half.open("wb") as file:
+        with half.open("xb") as file:
             file.write(serialise(held, about))
             file.flush()
             os.fsync(file.fileno())

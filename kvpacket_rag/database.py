@@ -28,6 +28,7 @@ _NETWORK = frozenset(
         "nfs nfs4 smb3 smbfs virtiofs"
     ).split()
 )
+_JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # also ends a journal that names a super-journal
 _COMPACT_BYTES = 64_000_000  # a file up to this size is written anew in less than a second, and in memory
 
 
@@ -35,13 +36,15 @@ def connect(path: Path | None) -> sqlite3.Connection:
     """A connection that may write; None keeps everything in memory.
 
     Raises:
-        StoreError: the file is a link, which may lead out of the store's folder.
+        StoreError: the file is a link, which may lead out of the store's folder, or a planted journal lies beside it.
     """
-    for name in (Path(f"{path}{ending}") for ending in ("", "-wal", "-shm")):
+    for name in (Path(f"{path}{ending}") for ending in ("", "-wal", "-shm", "-journal")):
         if path is not None and name.is_symlink():
             raise StoreError(
                 f"{str(name)!r} is a link; store and index keep their own files, so link the whole folder instead"
             )
+    if path is not None:
+        _require_own_journal(Path(f"{path}-journal"))
     return _set_up(
         sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     )
@@ -150,6 +153,24 @@ def compact(connection: sqlite3.Connection, *, at_any_size: bool = False) -> boo
     except sqlite3.Error:  # no room, or another process is at work: the rows themselves are gone all the same
         return False
     return empty_log(connection, wait_seconds=0.0)
+
+
+def _require_own_journal(path: Path) -> None:
+    """Refuse a rollback journal that names a further file, which SQLite would delete.
+
+    Ours is there only for moments, while a new file is switched to the write-ahead log, and names none.
+    """
+    if not path.exists():
+        return
+    if path.is_file():
+        try:
+            with path.open("rb") as file:
+                file.seek(max(os.fstat(file.fileno()).st_size - len(_JOURNAL_MAGIC), 0))
+                if file.read() != _JOURNAL_MAGIC:
+                    return
+        except FileNotFoundError:
+            return
+    raise StoreError(f"{str(path)!r} was not written by this program and may make SQLite delete files; remove it")
 
 
 def _set_up(connection: sqlite3.Connection) -> sqlite3.Connection:

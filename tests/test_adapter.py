@@ -243,3 +243,10 @@ def test_an_adapter_is_called_by_its_file_and_digest(tmp_path: Path):
     assert found == f"adapter {tmp_path / 'a.safetensors'} (SHA-256 {adapter.digest[:12]}…)"
     assert adapter.label == f"adapter in memory (SHA-256 {adapter.digest[:12]}…)"
     assert Adapter.empty(2).label == "no adapter"
+
+
+def test_saving_an_adapter_follows_no_planted_link(tmp_path: Path):
+    (tmp_path / "victim").write_text("precious")
+    (tmp_path / f".{os.getpid()}.own.safetensors").symlink_to(tmp_path / "victim")
+    adapter_file.save({"header": torch.zeros(1, 2)}, {}, tmp_path / "own.safetensors")
+    assert (tmp_path / "victim").read_text() == "precious"

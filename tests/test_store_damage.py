@@ -15,7 +15,7 @@ import pytest
 from harm_samples import ask_after_mutations
 from test_store import SIGNATURE, closing, make_packet, same  # noqa: F401 (closing is a fixture)
 
-from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError
+from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError, StoreError
 from kvpacket_rag.packet import packet_id
 from kvpacket_rag.store import DiskStore
 
@@ -220,3 +220,15 @@ def test_damage_that_cannot_be_set_aside_is_refused_all_the_same(
     for _ in range(2):
         with pytest.raises(PacketCorruptError, match="read-only"):
             store.get(PACKET.packet_id, SIGNATURE)
+
+
+@pytest.mark.parametrize("damage", [lambda path: os.truncate(path, 0), Path.unlink], ids=["emptied", "deleted"])
+def test_packets_without_a_catalogue_are_not_swept(
+    tmp_path: Path, store: DiskStore, path: Path, damage: Callable[[Path], None]
+) -> None:
+    store.close()
+    damage(tmp_path / "store" / "packets.sqlite")
+    for sweep in (True, False):
+        with pytest.raises(StoreError, match="packet files lie beside it"):
+            DiskStore(tmp_path / "store", sweep=sweep)
+    assert path.exists()

@@ -7,6 +7,7 @@ import json
 import os
 import pickle
 import sqlite3
+import threading
 import tracemalloc
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.store import DiskStore
 from kvpacket_rag.store.packet_file import packet_parts, read_packet
+from kvpacket_rag.store.schema import row_digest
 
 PACKET = make_packet(1, num_tokens=2)
 WHOLE = b"".join(map(bytes, packet_parts(PACKET)))
@@ -195,3 +197,55 @@ def test_a_catalogue_with_other_columns_is_an_error_not_a_crash(tmp_path: Path) 
     connection.close()
     with pytest.raises(KVPacketError):
         DiskStore(tmp_path).put(PACKET, "text")
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "packets.sqlite"])
+def test_a_planted_journal_deletes_no_file(tmp_path: Path, name: str) -> None:
+    def opened() -> PacketIndex | DiskStore:
+        return PacketIndex.open(tmp_path) if name == "index.sqlite" else DiskStore(tmp_path)
+
+    opened().close()
+    victim, page = tmp_path / "victim.txt", int.from_bytes((tmp_path / name).read_bytes()[16:18], "big")
+    victim.write_text("precious")
+    magic, said = bytes.fromhex("d9d505f920a163d7"), str(victim).encode()
+    pages = (tmp_path / name).stat().st_size // page
+    head = magic + b"".join(number.to_bytes(4, "big") for number in (0, 7, pages, 512, page))
+    end = said + len(said).to_bytes(4, "big") + sum(said).to_bytes(4, "big") + magic
+    (tmp_path / f"{name}-journal").write_bytes(
+        head.ljust(512, b"\0") + (0x40000000 // page + 1).to_bytes(4, "big") + end
+    )
+    with pytest.raises(StoreError, match="remove it"):
+        opened()
+    assert victim.read_text() == "precious"
+    (tmp_path / f"{name}-journal").unlink()
+    opened().close()
+
+
+def test_holding_what_is_no_packet_file_waits_for_nothing(tmp_path: Path) -> None:
+    with contextlib.closing(DiskStore(tmp_path)) as store:
+        store.put(PACKET, "text")
+        path = store._folder.path_of(PACKET.packet_id)
+        path.unlink()
+        os.mkfifo(path)
+        for kind in ("pipe", "link to a pipe"):
+            if kind != "pipe":
+                path.rename(tmp_path / "pipe")
+                path.symlink_to(tmp_path / "pipe")
+            thread = threading.Thread(target=store.hold, args=[[PACKET.packet_id, "evil"]], daemon=True)
+            thread.start()
+            thread.join(10)
+            assert not thread.is_alive(), kind
+
+
+def test_a_row_of_no_packet_id_is_passed_over(tmp_path: Path) -> None:
+    with contextlib.closing(DiskStore(tmp_path)) as store:
+        store.put(PACKET, "text")
+        with contextlib.closing(sqlite3.connect(tmp_path / "packets.sqlite")) as db:
+            signature, text, tokens = db.execute("SELECT signature, text, num_tokens FROM packets").fetchone()
+            db.execute(
+                "UPDATE packets SET packet_id = 'evil', digest = ?", (row_digest("evil", signature, text, tokens),)
+            )
+            db.commit()
+        assert list(store.known(SIGNATURE)) == []
+        with store.hold(["evil"]):
+            pass

@@ -15,7 +15,7 @@ from kvpacket_rag import database
 from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
 from kvpacket_rag.store.changes import CatalogueChanges, PacketRow, count_rows, find_row, is_intact
 from kvpacket_rag.store.metrics import StoreMetrics
-from kvpacket_rag.store.protocol import KnownChunk
+from kvpacket_rag.store.protocol import KnownChunk, is_packet_id
 from kvpacket_rag.store.schema import STORE_VERSION, prepare, row_digest, written_version
 
 logger = logging.getLogger(__name__)
@@ -148,7 +148,7 @@ class Catalogue:
     def known(self, signature: str) -> Iterator[KnownChunk]:
         """Every chunk text of a signature, oldest first; read page by page, so that no reader holds up the log."""
         for packet_id, found, text, num_tokens, digest in self.rows(signature):
-            if row_digest(packet_id, found, text, num_tokens) == digest:
+            if is_packet_id(packet_id) and row_digest(packet_id, found, text, num_tokens) == digest:
                 yield KnownChunk(packet_id, text, num_tokens)
             else:
                 self._metrics.count(damaged_rows=1)

@@ -17,7 +17,7 @@ from kvpacket_rag.store.eviction import Eviction, require_eviction
 from kvpacket_rag.store.folder import StoreFolder
 from kvpacket_rag.store.metrics import MissReason, StoreMetrics, Tier
 from kvpacket_rag.store.packet_file import FileStamp, packet_parts, read_packet
-from kvpacket_rag.store.protocol import KnownChunk, require_byte_cap, require_packet_id
+from kvpacket_rag.store.protocol import KnownChunk, is_packet_id, require_byte_cap, require_packet_id
 from kvpacket_rag.store.read_ahead import read_ahead
 from kvpacket_rag.store.reads import Reads
 from kvpacket_rag.store.upkeep import Limits, Upkeep
@@ -72,7 +72,7 @@ class DiskStore:
         self.folder = self._folder.root
         self.max_bytes = max_bytes
         self.metrics = StoreMetrics()
-        self._catalogue = Catalogue(self._folder.root / "packets.sqlite", self.metrics)
+        self._catalogue = Catalogue(self._folder.catalogue(), self.metrics)
         self._closed = False
         try:
             self._reads = Reads(self._catalogue.latest_use())
@@ -161,7 +161,7 @@ class DiskStore:
     def hold(self, packet_ids: Iterable[str]) -> AbstractContextManager[None]:
         """See :meth:`PacketStore.hold`; files that are not in the page cache are read from here on, by a thread."""
         names = list(packet_ids)
-        read_ahead(self._folder.path_of(name) for name in names)
+        read_ahead(self._folder.path_of(name) for name in names if is_packet_id(name))
         return self._upkeep.holds.hold(names)
 
     def __len__(self) -> int:

@@ -60,6 +60,20 @@ class StoreFolder:
         except OSError as error:
             raise StoreError(f"the store {str(root)!r} cannot be created: {error}; check the permissions") from error
 
+    def catalogue(self) -> Path:
+        """Where the catalogue lies.
+
+        Raises:
+            StoreError: it is gone or empty, and a new one would have the packet files beside it deleted.
+        """
+        path = self.root / "packets.sqlite"
+        if not _has_content(path) and self.contents().packets and not _has_content(path):
+            raise StoreError(
+                f"{str(path)!r} is missing or empty, though packet files lie beside it: the store is damaged. Put "
+                f"the file back, or move {str(self.root)!r} away and ingest the documents again"
+            )
+        return path
+
     def path_of(self, packet_id: str) -> Path:
         """Where the packet's file lies when it is stored.
 
@@ -188,6 +202,10 @@ class StoreFolder:
                 "free some room, or open the store with max_bytes"
             )
         return StoreError(f"the file of packet {packet_id!r} cannot be changed in {str(self.root)!r}: {error}")
+
+
+def _has_content(path: Path) -> bool:
+    return path.is_file() and path.stat().st_size > 0
 
 
 def _list(folder: str, packets: set[str], strays: list[Path], beginning: str = "") -> None:

@@ -8,8 +8,11 @@ read that would have to wait says so.
 
 from __future__ import annotations
 
+import errno
 import functools
+import io
 import os
+import stat
 from collections.abc import Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -36,7 +39,7 @@ def _is_cached(path: Path) -> bool:
         return True
     byte = bytearray(1)
     try:
-        with open(path, "rb", buffering=0) as file:
+        with _plain(path) as file:
             size = os.fstat(file.fileno()).st_size
             for place in range(0, size, _STEP):
                 os.preadv(file.fileno(), [byte], place, os.RWF_NOWAIT)
@@ -47,10 +50,19 @@ def _is_cached(path: Path) -> bool:
     return True
 
 
+def _plain(path: Path) -> io.FileIO:
+    """An open file; an error for a link, and for a pipe or device, which could be waited for without end."""
+    file = io.FileIO(path, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK))
+    if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+        file.close()
+        raise OSError(errno.EINVAL, "no plain file", str(path))
+    return file
+
+
 def _read(paths: Sequence[Path]) -> None:
     buffer = bytearray(_STEP)
     for path in paths:
-        with suppress(OSError), open(path, "rb", buffering=0) as file:
+        with suppress(OSError), _plain(path) as file:
             while file.readinto(buffer):
                 pass
 
