@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import random
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -232,3 +234,21 @@ def test_packets_without_a_catalogue_are_not_swept(
         with pytest.raises(StoreError, match="packet files lie beside it"):
             DiskStore(tmp_path / "store", sweep=sweep)
     assert path.exists()
+
+
+@pytest.mark.parametrize("size", ["-5000000", "'abc'", "4611686018427387904"])
+def test_a_damaged_size_does_not_lift_the_cap(tmp_path: Path, store: DiskStore, path: Path, size: str) -> None:
+    store.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "store" / "packets.sqlite")) as catalogue:
+        catalogue.execute(f"UPDATE packets SET size_bytes = {size} WHERE packet_id = ?", (PACKET.packet_id,))
+        catalogue.commit()
+    with contextlib.closing(DiskStore(tmp_path / "store")) as uncapped:
+        assert PACKET.packet_id in uncapped.check().damaged_rows
+    cap = 3 * path.stat().st_size
+    with contextlib.closing(DiskStore(tmp_path / "store", cap)) as capped:
+        assert same(capped.get(PACKET.packet_id, SIGNATURE), PACKET)
+        for number in range(3, 12):
+            capped.put(make_packet(number), f"text {number}")
+        files = list((tmp_path / "store" / "packets").rglob("*.safetensors"))
+        assert capped.size_bytes == sum(file.stat().st_size for file in files) <= cap
+        assert capped.check().is_sound

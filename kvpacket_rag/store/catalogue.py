@@ -21,6 +21,7 @@ from kvpacket_rag.store.schema import STORE_VERSION, prepare, row_digest, writte
 logger = logging.getLogger(__name__)
 
 _PAGE_ROWS = 1000
+_LARGEST_FILE = 1 << 40
 _LOG_WAIT_SECONDS = 1.0  # for readers to finish before the log is emptied of what was deleted
 _FULL_CODES = {sqlite3.SQLITE_FULL}
 _FOREIGN_CODES = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
@@ -179,6 +180,11 @@ class Catalogue:
     def ids(self, state: str) -> set[str]:
         """The packets in one state."""
         return {packet_id for (packet_id,) in self._rows("SELECT packet_id FROM packets WHERE state = ?", state)}
+
+    def wrong_sizes(self) -> list[str]:
+        """Packets whose rows state a size that no packet file has."""
+        query = f"typeof(size_bytes) != 'integer' OR size_bytes NOT BETWEEN 0 AND {_LARGEST_FILE}"
+        return [str(packet_id) for (packet_id,) in self._rows(f"SELECT packet_id FROM packets WHERE {query}")]
 
     def counted(self) -> tuple[int, int]:
         """Stored packets and bytes of all files, by counting rows."""

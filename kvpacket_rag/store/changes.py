@@ -53,7 +53,7 @@ def is_intact(connection: sqlite3.Connection, packet_id: str) -> bool:
 def count_rows(connection: sqlite3.Connection) -> tuple[int, int]:
     """Stored packets and bytes of all files, by counting."""
     query = (
-        "SELECT COALESCE(SUM(state = 'stored'), 0), COALESCE(SUM(CAST(size_bytes AS INTEGER)), 0) "
+        "SELECT COALESCE(SUM(state = 'stored'), 0), COALESCE(SUM(MAX(CAST(size_bytes AS INTEGER), 0)), 0) "
         "FROM packets WHERE state IN ('stored', 'quarantined')"
     )
     stored, size_bytes = connection.execute(query).fetchone()
@@ -108,6 +108,10 @@ class CatalogueChanges:
             "last_used, digest) VALUES (?, ?, ?, ?, 0, 'evicted', ?, 0, ?)",
             (*said, reason, row_digest(*said)),
         )
+
+    def resize(self, packet_id: str, size_bytes: int) -> None:
+        """Say how large a packet's file is."""
+        self._connection.execute("UPDATE packets SET size_bytes = ? WHERE packet_id = ?", (size_bytes, packet_id))
 
     def set_aside(self, packet_id: str, size_bytes: int, reason: str) -> None:
         """Say that a packet's file was damaged and lies, with the size it has now, in quarantine."""

@@ -129,6 +129,8 @@ def _verify(
             signature = PacketSignature.from_json(row.signature)
             read_packet(folder.path_of(packet_id), packet_id, signature, verify=True)
             found.packets += 1
+            if row.size_bytes != stamp.size_bytes:
+                found.damaged_rows.append(packet_id)
         except FileNotFoundError:
             continue  # counted as missing, or deleted meanwhile
         except (PacketCorruptError, PacketError) as error:

@@ -80,9 +80,7 @@ class DiskStore:
             self._upkeep = Upkeep(self._folder, self._catalogue, self._reads, limits, self.metrics)
             if sweep and not self._catalogue.is_read_only:
                 self._upkeep.sweep()
-                if max_bytes is not None and self.size_bytes > max_bytes:
-                    with self._catalogue.transaction() as changes:
-                        self._upkeep.make_room(changes, 0)
+                self._upkeep.keep_cap()
         except BaseException:
             self._catalogue.close()
             raise

@@ -75,6 +75,25 @@ class Upkeep:
         self._metrics = metrics
         self.holds = Holds()
 
+    def keep_cap(self) -> None:
+        """Bring the files of a store that was just opened under the cap, by sizes and counts that can be believed."""
+        if self._limits.max_bytes is None:
+            return
+        wrong, miscounted = self._catalogue.wrong_sizes(), not self._catalogue.counts_are_right()
+        if not wrong and not miscounted and self._catalogue.totals().size_bytes <= self._limits.max_bytes:
+            return
+        with self._catalogue.transaction() as changes:
+            for packet_id in wrong:
+                row = changes.find(packet_id)
+                if row is not None and row.state == STORED and self._folder.holds(packet_id):
+                    changes.resize(packet_id, self._folder.stamp(packet_id).size_bytes)
+                else:
+                    self._drop_file(changes, packet_id)
+                    changes.evict(packet_id, FILE_MISSING)
+            if wrong or miscounted:
+                changes.count_anew()
+            self.make_room(changes, 0)
+
     def make_room(self, changes: CatalogueChanges, size_bytes: int) -> bool:
         """Delete files until ``size_bytes`` more fit under the cap; False if they did already.
 
