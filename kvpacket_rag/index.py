@@ -105,13 +105,16 @@ class PacketIndex:
         self._rows.file.close()
         self._nearest = None
 
-    def add(self, chunks: Sequence[Chunk], vectors: npt.ArrayLike, packet_ids: Sequence[str]) -> None:
+    def add(
+        self, chunks: Sequence[Chunk], vectors: npt.ArrayLike, packet_ids: Sequence[str], gone: Iterable[str] = ()
+    ) -> None:
         """Insert chunks, or replace those whose ids are known (they keep their place), all or none.
 
         Args:
             chunks: of one id twice, the last counts. Metadata comes back as JSON gives it (tuples as lists).
             vectors: (n, dim), any length but zero; only their directions are kept.
             packet_ids: n ids under which the store holds the chunks' packets.
+            gone: ids of chunks that these take the place of, deleted in the same step; unknown ones are no error.
 
         Raises:
             StoreError: lengths differ, a vector has no direction or other dimensions, text or metadata
@@ -120,11 +123,12 @@ class PacketIndex:
         if len(chunks) != len(packet_ids):
             raise StoreError(f"{len(chunks)} chunks came with {len(packet_ids)} packet ids; give one for each")
         if not chunks:
+            self.delete(gone)
             return
         units = unit_vectors(vectors, self.dim, [f"chunk {chunk.chunk_id!r}" for chunk in chunks])
         last = {chunk.chunk_id: place for place, chunk in enumerate(chunks)}
         records = [record(chunks[place], packet_ids[place]) for place in last.values()]
-        self._rows.put(records, units[list(last.values())])
+        self._rows.put(records, units[list(last.values())], [name for name in gone if name not in last])
 
     def search(self, vector: npt.ArrayLike, k: int, where: Callable[[Chunk], bool] | None = None) -> list[Hit]:
         """The chunks nearest to a question, best first; equal scores in order of insertion.

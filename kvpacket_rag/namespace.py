@@ -11,6 +11,22 @@ from kvpacket_rag.errors import StoreError
 FOLDER = "namespaces"
 _MOST_CHARACTERS = 256
 _READABLE = 24  # characters of the name that its folder shows
+_URL = re.compile(r"[a-z][a-z0-9+.-]+:/", re.IGNORECASE)  # a Path makes one slash of two
+
+
+def local_path(place: Path | str) -> Path:
+    """A path on a disk.
+
+    Raises:
+        StoreError: it is a URL, which would become a folder of that name.
+    """
+    if _URL.match(str(place)):
+        raise StoreError(
+            f"{str(place)!r} is a URL and no path on a disk; rows and vectors lie in a folder, and packets alone may "
+            "lie at a URL: give that as a string to KVPacketEngine.load(model, store='s3://bucket/packets'), and the "
+            "engine to what indexes and answers"
+        )
+    return Path(place)
 
 
 def namespace_folder(folder: Path | str, namespace: str) -> Path:
@@ -25,9 +41,9 @@ def namespace_folder(folder: Path | str, namespace: str) -> Path:
         namespace: any name; no two share a folder, on no file system, and none leads out of ``folder``.
 
     Raises:
-        StoreError: the name is longer than 256 characters, or no text.
+        StoreError: the name is longer than 256 characters, or no text; the folder is a URL.
     """
-    root = Path(folder)
+    root = local_path(folder)
     if not namespace:
         return root
     if len(namespace) > _MOST_CHARACTERS or not namespace.isprintable():

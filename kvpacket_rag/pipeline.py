@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,7 +21,7 @@ from kvpacket_rag.engine import KVPacketEngine, Policy
 from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester, PacketWorkers
-from kvpacket_rag.journal import change_lock
+from kvpacket_rag.journal import OwnerJournal, change_lock
 from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.nearest import Kind
 from kvpacket_rag.origin import Origin
@@ -118,7 +118,7 @@ class KVPacketRAG:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
             StoreError: the folder is no index, or was built with another embedder.
         """
-        folder = namespace_folder(Path(folder).expanduser().absolute(), namespace)
+        folder = namespace_folder(folder, namespace).expanduser().absolute()
         if remote and namespace:
             remote = f"{remote.rstrip('/')}/{namespace_folder('', namespace).as_posix()}"
         engine_options |= {"remote": remote, "cache_bytes": cache_bytes}
@@ -130,6 +130,8 @@ class KVPacketRAG:
                 origin.require_embedder()
             engine = origin.load_engine(model, engine_options, keep_adapter=not reencode)
             undo.callback(engine.close)
+            with suppress(StoreError):  # where it cannot be written now, the next change does it
+                OwnerJournal(index, engine.store).finish_deletions(change_lock(folder))
             if embedder is None or isinstance(embedder, str):
                 embedder = SentenceTransformerEmbedder(embedder or origin.embedder)
             origin.check_vectors(embedder)

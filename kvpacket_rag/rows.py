@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sqlite3
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -45,12 +46,12 @@ class ChunkRows:
             row = db.execute("SELECT LENGTH(vector) FROM vectors LIMIT 1").fetchone()
             return row[0] // 4 if row else None
 
-    def put(self, records: Sequence[Record], vectors: Vectors) -> None:
-        """Insert or replace chunks and their vectors; a replaced chunk keeps its place in the order."""
+    def put(self, records: Sequence[Record], vectors: Vectors, gone: Sequence[str] = ()) -> None:
+        """Insert or replace chunks and their vectors, and delete others; a replaced chunk keeps its place."""
         with self.file.reading() as db:
             known = "SELECT 1 FROM chunks WHERE chunk_id = ?"
             replaces = any(db.execute(known, record[:1]).fetchone() for record in records)
-        with self.file.writing(erases=replaces) as db:
+        with self.file.writing(erases=replaces or bool(gone)) as db:
             if (dim := self.dim()) not in (None, vectors.shape[1]):
                 raise wrong_dim(self.file.name, dim, vectors.shape[1])
             for record, vector in zip(records, vectors.astype("<f4", copy=False), strict=True):
@@ -58,13 +59,13 @@ class ChunkRows:
                 (seq,) = db.execute("SELECT seq FROM chunks WHERE chunk_id = ?", record[:1]).fetchone()
                 content = vector.tobytes()
                 db.execute(_SET_VECTOR, (seq, content, vector_checksum(seq, content)))
+            _delete(db, gone)
 
     def delete(self, chunk_ids: Iterable[str]) -> list[str]:
         """Delete chunks and their vectors; the ids that were there, in the order given."""
         names = list(chunk_ids)
         with self.file.writing(erases=bool(names)) as db:
-            sql = "DELETE FROM chunks WHERE chunk_id = ?"
-            return [name for name in names if db.execute(sql, (name,)).rowcount]
+            return _delete(db, names)
 
     def update(self, column: str, values: Mapping[str, str]) -> int:
         """Set ``metadata`` or ``packet_id`` of chunks; how many there were."""
@@ -191,6 +192,11 @@ class ChunkRows:
                 "--repair', which takes its document out, and ingest that again"
             )
         return Chunk(row[0], row[1], row[2], json.loads(row[3]))
+
+
+def _delete(db: sqlite3.Connection, names: Iterable[str]) -> list[str]:
+    sql = "DELETE FROM chunks WHERE chunk_id = ?"
+    return [name for name in names if db.execute(sql, (name,)).rowcount]
 
 
 def _is_intact(row: tuple[Any, ...]) -> bool:

@@ -268,6 +268,16 @@ def test_an_engine_and_a_folder_exclude_each_other(engine: KVPacketEngine, tmp_p
         KVPacketVectorStore.from_texts(CHUNKS, WordEmbeddings(), engine=engine, folder=tmp_path)
 
 
+@pytest.mark.parametrize("place", ["s3://bucket/texts", "file:///texts", Path("s3://bucket/texts")])
+def test_a_url_in_place_of_a_folder_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: Any):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=r"is a URL and no path on a disk.*store='s3://bucket/packets'"):
+        KVPacketVectorStore.open(place, WordEmbeddings())
+    with pytest.raises(StoreError, match="is a URL and no path on a disk"):
+        KVPacketVectorStore.from_texts(CHUNKS, WordEmbeddings(), store=Path("s3://bucket/texts"))
+    assert not list(tmp_path.iterdir())
+
+
 def test_the_projects_embedder_serves_as_embeddings(engine: KVPacketEngine):
     class Halves:
         name, dim = "halves", 2

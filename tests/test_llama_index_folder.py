@@ -11,7 +11,7 @@ from llama_index.core import StorageContext, VectorStoreIndex
 from llama_index.core.base.embeddings.base import BaseEmbedding
 from llama_index.core.schema import MetadataMode
 from llama_index.core.vector_stores.types import MetadataFilter, MetadataFilters, VectorStoreQuery
-from llama_index_kvpacket import KVPacketEmbedding, KVPacketVectorStore
+from llama_index_kvpacket import KVPacketEmbedding, KVPacketLLM, KVPacketVectorStore
 from llama_index_samples import WordEmbedding, documents, embed, no_stray_loop, node, nodes  # noqa: F401
 from pipeline_samples import WordEmbedder, loader
 
@@ -205,3 +205,23 @@ def test_encoding_anew_that_was_stopped_goes_on_where_it_was(
     KVPacketVectorStore(soft_engine, tmp_path, reencode=True)
     assert len(soft_engine.store) == 4
     KVPacketVectorStore(soft_engine, tmp_path)
+
+
+@pytest.mark.parametrize("place", ["s3://bucket/nodes", "file:///nodes", Path("s3://bucket/nodes")])
+def test_a_url_in_place_of_a_folder_is_refused(
+    engine: KVPacketEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str | Path
+):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(StoreError, match=r"is a URL and no path on a disk.*store='s3://bucket/packets'"):
+        KVPacketVectorStore(path=place)
+    for call in (
+        KVPacketVectorStore.from_persist_path,
+        KVPacketVectorStore(engine).persist,
+        PacketIndex.open,
+        DiskStore,
+    ):
+        with pytest.raises(StoreError, match="is a URL and no path on a disk"):
+            call(place)
+    with pytest.raises(StoreError, match="is a URL and no path on a disk"):
+        KVPacketLLM("smollm2-135m-instruct", store=Path("s3://bucket/nodes"))
+    assert not list(tmp_path.iterdir())

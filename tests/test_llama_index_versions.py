@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import CHUNKS
 from llama_index.core import Document, StorageContext, VectorStoreIndex, load_index_from_storage
+from llama_index.core.callbacks import CallbackManager
 from llama_index.core.node_parser import HierarchicalNodeParser, SentenceSplitter
 from llama_index.core.schema import NodeRelationship, TextNode
 from llama_index_kvpacket import KVPacketVectorStore
+from llama_index_kvpacket.packets import NodePackets
 from llama_index_samples import WordEmbedding, documents, no_stray_loop, node  # noqa: F401
 
-from kvpacket_rag import Backbone, DiskStore, KVPacketEngine, StoreFullError
+from kvpacket_rag import Backbone, DiskStore, KVPacketEngine, StoreFullError, rows
 
 CHANGED = "The lease was ended by the harbour office in the autumn of 2024, to the surprise of the whole crew."
 Open = Callable[[], KVPacketVectorStore]
@@ -61,7 +65,8 @@ def test_a_refresh_replaces_what_changed_doubles_nothing_and_encodes_only_the_ne
 def test_a_document_that_lost_its_text_loses_its_rows(reopen: Open):
     build(reopen(), documents())
     store, empty = reopen(), Document(text=" ", id_="d1")
-    store.add([TextNode(text=" ", relationships={NodeRelationship.SOURCE: empty.as_related_node_info()})])
+    with CallbackManager().as_trace("refresh_ref_docs"):
+        store.add([TextNode(text=" ", relationships={NodeRelationship.SOURCE: empty.as_related_node_info()})])
     assert texts(store) == known(store) == sorted([CHUNKS[0], *CHUNKS[2:]])
 
 
@@ -83,7 +88,7 @@ def test_a_long_document_that_comes_in_many_batches_replaces_each_row_once(reope
     assert len(before) > 3
     for given in (long, [Document(text=" ".join([CHANGED, *CHUNKS]), id_="long")]):
         store = reopen()
-        index_over(store, transformations=[splitter], insert_batch_size=batch).insert(given[0])
+        index_over(store, transformations=[splitter], insert_batch_size=batch).refresh_ref_docs(given)
         expected = sorted(node.get_content() for node in splitter.get_nodes_from_documents(given))
         assert texts(store) == expected and known(store) == sorted(set(expected))
 
@@ -114,13 +119,15 @@ async def test_a_refresh_by_an_index_of_its_own_each_time_leaves_one_version_in_
         assert texts(store) == expected and known(store) == sorted(set(expected))
 
 
-def test_a_refresh_that_cuts_at_other_places_replaces_what_was_cut_before(reopen: Open):
+@pytest.mark.parametrize("is_kept_open", [False, True])
+def test_a_refresh_that_cuts_at_other_places_replaces_what_was_cut_before(reopen: Open, is_kept_open: bool):
     long = Document(text=" ".join(CHUNKS), id_="long")
     build(store := reopen(), [long], transformations=[SentenceSplitter(chunk_size=60, chunk_overlap=0)])
     source = {NodeRelationship.SOURCE: long.as_related_node_info()}
     index_over(store).insert_nodes([TextNode(text="A summary of it.", relationships=source)])  # no piece of its text
     finer = SentenceSplitter(chunk_size=30, chunk_overlap=0)
-    index_over(store := reopen(), transformations=[finer], insert_batch_size=2).refresh_ref_docs([long])
+    store = store if is_kept_open else reopen()
+    index_over(store, transformations=[finer], insert_batch_size=2).refresh_ref_docs([long])
     expected = [node.get_content() for node in finer.get_nodes_from_documents([long])]
     assert texts(store) == sorted([*expected, "A summary of it."]) and len(expected) > 3
 
@@ -133,6 +140,57 @@ def test_documents_of_one_id_may_be_inserted_one_after_another(reopen: Open):
     assert texts(store) == sorted(CHUNKS[:3])
     index.refresh_ref_docs(pages)  # LlamaIndex itself keeps the last one alone
     assert texts(store) == known(store) == CHUNKS[2:3]
+
+
+def test_what_is_inserted_after_reopening_stands_beside_the_rest_and_never_twice(reopen: Open):
+    pages = [Document(text=text, id_="file") for text in CHUNKS[:3]]
+    for count in (1, 2, 3, 3):
+        index = index_over(store := reopen())
+        for page in pages[:count]:
+            index.insert(page)
+        assert texts(store) == known(store) == sorted(CHUNKS[:count])
+    build(store := reopen(), [Document(text=CHUNKS[3], id_="file")])
+    assert texts(store) == sorted(CHUNKS[:4])
+
+
+def test_an_update_through_an_index_that_does_not_know_the_document_replaces_it(reopen: Open):
+    build(store := reopen(), documents()[:2])
+    index_over(store).update_ref_doc(Document(text=CHANGED, id_="d1"))
+    assert texts(store) == known(store) == sorted([CHUNKS[0], CHANGED])
+
+
+def test_two_who_refresh_one_folder_at_once_leave_one_version(reopen: Open, monkeypatch: pytest.MonkeyPatch):
+    build(reopen(), documents()[:1])
+    first, second = reopen(), reopen()  # as two processes would
+    put, begun, ended = NodePackets.put, threading.Event(), threading.Event()
+
+    def late(packets: NodePackets, *args: Any) -> None:
+        if packets is first._packets:
+            begun.set()
+            ended.wait(0.5)  # in vain, for the other has to wait
+        put(packets, *args)
+
+    monkeypatch.setattr(NodePackets, "put", late)
+    change = Document(text=CHANGED, id_="d0"), Document(text=CHUNKS[2], id_="d0")
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(index_over(first).refresh_ref_docs, [change[0]])
+        assert begun.wait(60)
+        index_over(second).refresh_ref_docs([change[1]])
+        ended.set()
+        running.result()
+    assert texts(first) == texts(second) == known(first) == [CHUNKS[2]]
+
+
+def test_a_refresh_that_is_cut_short_leaves_the_old_version_alone(reopen: Open, monkeypatch: pytest.MonkeyPatch):
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    build(reopen(), documents()[:1])
+    store = reopen()
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(rows, "_delete", killed)
+        index_over(store).refresh_ref_docs([Document(text=CHANGED, id_="d0")])
+    assert texts(store) == known(store) == CHUNKS[:1]
 
 
 def test_what_is_added_since_the_opening_is_left_to_llama_index(reopen: Open):
@@ -167,9 +225,9 @@ def test_what_could_not_be_stored_replaces_nothing_and_may_be_tried_again(
     store, changed = reopen(), Document(text=CHANGED, id_="d1")
     with monkeypatch.context() as patch, pytest.raises(StoreFullError):
         patch.setattr(store.engine.store, "put", full)
-        index_over(store).insert(changed)
+        index_over(store).refresh_ref_docs([changed])
     assert texts(store) == sorted(CHUNKS[:2])
-    index_over(store).insert(changed)
+    index_over(store).refresh_ref_docs([changed])
     assert texts(store) == known(store) == sorted([CHUNKS[0], CHANGED])
 
 

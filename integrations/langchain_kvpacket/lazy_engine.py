@@ -14,6 +14,7 @@ from kvpacket_rag import Adapter, KVPacketEngine, KVPacketError, PacketStore, St
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.hardware import pick_device, pick_dtype
 from kvpacket_rag.models import resolve_model
+from kvpacket_rag.namespace import local_path
 from kvpacket_rag.store import is_url
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -43,7 +44,7 @@ class EngineOptions:
 def absolute(place: Any) -> Any:
     """A path as a string that names the same place whatever the working folder is later; what is no path as it is."""
     if isinstance(place, Path) or (isinstance(place, str) and place != "auto" and not is_url(place)):
-        return str(Path(place).expanduser().absolute())
+        return str(local_path(place).expanduser().absolute())
     return place
 
 

@@ -13,6 +13,7 @@ from langchain_core.vectorstores import VectorStore
 from langchain_core.vectorstores.utils import maximal_marginal_relevance
 
 from kvpacket_rag import KVPacketEngine, KVPacketError, KVPacketRAG, PacketIndex, StoreError
+from kvpacket_rag.namespace import local_path
 from langchain_kvpacket.checks import (
     LOADING,
     known_options,
@@ -106,7 +107,7 @@ class KVPacketVectorStore(VectorStore):
             StoreError: the folder is no index, or was built with other embeddings.
         """
         embedder = LangChainEmbedder(require_embeddings(embedding)) if embedding is not None else None
-        folder = Path(folder).expanduser().absolute()
+        folder = local_path(folder).expanduser().absolute()
         known_options("open", engine_options, LOADING)
         rag = KVPacketRAG.open(folder, model, embedder=embedder, reencode=reencode, **engine_options)
         library = ChunkLibrary(rag.engine, rag.index, rag.embedder, folder)

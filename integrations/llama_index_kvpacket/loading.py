@@ -11,6 +11,7 @@ from kvpacket_rag import Backbone, KVPacketEngine, KVPacketError, PacketStore
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.hardware import pick_device, pick_dtype
 from kvpacket_rag.models import load_model, load_tokenizer, resolve_model
+from kvpacket_rag.namespace import local_path
 from kvpacket_rag.pretrained import passed_on
 from kvpacket_rag.store import is_url
 
@@ -124,7 +125,7 @@ def resolve(fields: Mapping[str, Any], has_model: bool, has_tokenizer: bool) -> 
 def _path(value: Any) -> Any:
     """A path from anywhere: another process that loads the same, or this one later, may work in another folder."""
     is_path = isinstance(value, str | Path) and str(value) != "auto" and not is_url(value)
-    return str(Path(value).expanduser().absolute()) if is_path else value
+    return str(local_path(value).expanduser().absolute()) if is_path else value
 
 
 def _only(name: str, values: list[str]) -> str:

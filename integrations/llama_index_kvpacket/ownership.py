@@ -51,6 +51,12 @@ class Ownership:
         return owner_names(self._index, self._store, names)
 
     @contextmanager
+    def turn(self) -> Iterator[None]:
+        """Inside the ``with`` block no other thread, nor process of the same folder, changes rows; may be nested."""
+        with self.threads, self._processes or nullcontext():
+            yield
+
+    @contextmanager
     def changing(self, names: Sequence[str]) -> Iterator[list[str]]:
         """Inside the ``with`` block rows of these ids come, change or go; other changes wait.
 
@@ -58,7 +64,7 @@ class Ownership:
             For each id an owner for its new packet. Afterwards, also after an error, the packet that the row then
             has is owned by the row alone, and packets that no row has are gone.
         """
-        with self.threads, self._processes or nullcontext():
+        with self.turn():
             noted = self._noted()
             self._note([*noted, *names])
             try:

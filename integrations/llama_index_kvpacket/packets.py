@@ -101,7 +101,7 @@ class NodePackets:
         Args:
             chunks: to be added.
             vectors: one a chunk.
-            gone: ids of rows that are deleted once the new ones are there; unknown ones are no error.
+            gone: ids of rows that these take the place of, in one step; unknown ones are no error.
 
         Raises:
             DocumentError: a text is empty, or longer than the model's window.
@@ -120,8 +120,7 @@ class NodePackets:
             RETRIEVED.forget(text for text in old if text not in kept)
             self.leftovers.put_back(dict(zip(owners, texts, strict=True)))
             packets = self.engine.encode(texts, owners, self._progress)
-            self.index.add(chunks, np.array(vectors, np.float32), packets)
-            self.index.delete(gone)
+            self.index.add(chunks, np.array(vectors, np.float32), packets, gone)
 
     def note_embedder(self, nodes: Iterable[BaseNode]) -> None:
         """Note in a new index which model its vectors are of: a KVPacketEmbedding's, or one that is not known."""

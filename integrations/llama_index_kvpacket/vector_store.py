@@ -23,6 +23,7 @@ from llama_index.core.vector_stores.types import (
 )
 
 from kvpacket_rag import Chunk, DiskStore, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
+from kvpacket_rag.namespace import local_path
 from llama_index_kvpacket.nodes import matches, query_filter, require_nodes, to_chunk, to_node
 from llama_index_kvpacket.packets import LOADING, NodePackets, load_engine
 from llama_index_kvpacket.parameters import require_engine, require_known, require_names
@@ -86,7 +87,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         require_known(type(self).__name__, loading, () if engine else LOADING)
         fields: dict[str, Any] = {"path": str(path) if path is not None else None, "kind": kind}
         super().__init__(**fields)
-        folder = Path(path).expanduser().absolute() if path is not None else None  # the process may move on
+        folder = local_path(path).expanduser().absolute() if path is not None else None  # the process may move on
         self._index = open_index(folder, kind)
         try:
             engine = engine or load_engine(self._index, folder, loading)
@@ -116,10 +117,9 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     def add(self, nodes: Sequence[BaseNode], **kwargs: Any) -> list[str]:
         """Encode and store nodes; those whose ids are known are replaced, and a text that is known is not encoded.
 
-        A document that an index without its docstore takes for new, as after ``VectorStoreIndex.from_vector_store``,
-        does not stand beside its old self: rows that this object found stored go if they are of another version of the
-        document, by the hash that a node tells of its source, or the same pieces of the same one. What was added
-        since goes so too in ``refresh_ref_docs``; else it stays until LlamaIndex deletes it, as in any vector store.
+        In ``refresh_ref_docs`` and ``update_ref_doc`` a document's nodes take the place of what was cut from it before,
+        also where an index without its docstore takes it for new. Else they are added, as in any vector store, but a
+        piece of the same document that this object found stored does not stand twice.
 
         Returns:
             The ids of the nodes.
@@ -133,7 +133,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         for name in blank:
             logger.warning("node %s of document %r holds no text and is left out", name, chunks.pop(name).document_id)
         vectors = {node.node_id: self._vector(node) for node in nodes if node.node_id in chunks}
-        with self._packets.ownership.threads:
+        with self._packets.ownership.turn():
             gone = self._versions.replaced_by(nodes)
             is_new_index = not len(self._index)
             self._packets.put(list(chunks.values()), [vectors[name] for name in chunks], [*gone, *blank])
@@ -231,7 +231,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
             StoreError: ``fs`` is no local file system, or the folder cannot be written.
         """
         require_local(fs)
-        pointer = Path(persist_path)
+        pointer = local_path(persist_path)
         folder = self._packets.folder or pointer.with_suffix(".kvpacket")
         if not self._packets.folder or not isinstance(self.engine.store, DiskStore):
             copy_to(folder, self._packets)
@@ -243,7 +243,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     ) -> KVPacketVectorStore:
         """Open what :meth:`persist` made; options are those of the constructor."""
         require_local(fs)
-        return cls(engine, read_pointer(Path(persist_path)), **options)
+        return cls(engine, read_pointer(local_path(persist_path)), **options)
 
     @classmethod
     def from_persist_dir(

@@ -3,7 +3,8 @@
 LlamaIndex knows what it has of a document by its docstore, and an index made by ``VectorStoreIndex.from_vector_store``
 begins with an empty one: it takes every document for new and adds its nodes, under new ids, beside the old ones. But
 each node tells, in its relation to its source, the hash of the document that it was cut from; and LlamaIndex tells, in
-the trace of what it is doing, when it refreshes documents, each of which then comes whole.
+the trace of what it is doing, when it refreshes or updates documents, each of which then comes whole. The list of
+that trace is one object for as long as one document is stored, in however many batches and threads.
 """
 
 from __future__ import annotations
@@ -20,18 +21,18 @@ from llama_index.core.schema import BaseNode, Document, MetadataMode, TextNode
 from kvpacket_rag import PacketIndex
 from llama_index_kvpacket.nodes import document_of, to_node
 
-_REFRESHES = frozenset({"refresh_ref_docs", "arefresh_ref_docs"})
+_REFRESHES = frozenset({"refresh_ref_docs", "arefresh_ref_docs", "update_ref_doc", "aupdate_ref_doc"})
 
 
 class StoredVersions:
     """Tells old rows of a document from those that belong beside its new nodes.
 
-    Rows that were there before a document first came to this object go if they are of another version of it, or are
-    the very pieces that come again. So a document may be added in many batches, and further nodes of it at any time.
-    What was added here goes for the same reasons when the document is refreshed; else it stays LlamaIndex's to
-    delete, for several documents of one id may be added one after another. When a document is refreshed, rows from
-    before that were cut from it go also if it is cut at other places now. Nodes that do not tell their document's hash
-    take no other's place. Not safe for threads.
+    When a document is refreshed, rows that were there when its first nodes came go if they are of another version of
+    it, or of the same one and were cut from its text, at whatever places. Else nodes only add, for several documents of
+    one id may be added one after another; but a row that was there when the document first came to this object goes if
+    it is the very piece that comes again. Nodes that do not tell their document's hash take no other's place.
+
+    Neither threads nor processes may change the index between :meth:`replaced_by` and :meth:`forget`.
 
     Args:
         index: of rows.
@@ -40,6 +41,7 @@ class StoredVersions:
     def __init__(self, index: PacketIndex) -> None:
         self._index = index
         self._before: dict[str, dict[str, _Piece]] = {}  # by document and row
+        self._traces: dict[str, list[str]] = {}  # of a document, when those rows were looked up
 
     def replaced_by(self, nodes: Sequence[BaseNode]) -> list[str]:
         """Ids of the rows that are to go when these nodes come."""
@@ -47,14 +49,16 @@ class StoredVersions:
         for node in nodes:
             if piece := _piece_of(node):
                 coming[document_of(node)][piece.version].add(piece.digest)
-        is_refresh = not _REFRESHES.isdisjoint(global_stack_trace_ids.get())
+        trace: list[str] = global_stack_trace_ids.get()
+        is_refresh = not _REFRESHES.isdisjoint(trace)
         gone = []
         for document, versions in coming.items():
-            before = self._rows_before(document)
-            for name, row in (self._rows(document) if is_refresh else before).items():
+            if document not in self._before or (is_refresh and self._traces[document] is not trace):
+                self._before[document], self._traces[document] = self._rows(document), trace
+            for name, row in self._before[document].items():
                 comes_again = row.digest in versions.get(row.version, ())
-                is_cut_anew = is_refresh and row.has_place and name in before
-                if row.version not in versions or comes_again or is_cut_anew:
+                is_old = row.version not in versions or row.has_place
+                if comes_again or (is_refresh and is_old):
                     gone.append(name)
         ids = {node.node_id for node in nodes}
         return [name for name in gone if name not in ids]
@@ -65,11 +69,6 @@ class StoredVersions:
         for rows in [self._before.get(document, {}) for document in {document_of(node) for node in nodes}]:
             for name in rows.keys() & ids:
                 del rows[name]
-
-    def _rows_before(self, document: str) -> dict[str, _Piece]:
-        if document not in self._before:
-            self._before[document] = self._rows(document)
-        return self._before[document]
 
     def _rows(self, document: str) -> dict[str, _Piece]:
         rows = map(to_node, self._index.get(self._index.chunk_ids(document)))
