@@ -88,8 +88,7 @@ class Ingester:
 
         A document that did not change costs nothing; one whose metadata alone changed is neither encoded
         nor embedded again. All documents are read before the first is encoded, so that progress has an end
-        to count to; their text is a small part of what their packets take. May be interrupted and run again
-        at any moment.
+        to count to. May be interrupted and run again at any moment.
 
         Args:
             documents: to be split, encoded and embedded; of one id twice, the last counts. One that cannot be
@@ -102,6 +101,7 @@ class Ingester:
             StoreFullError: no room is left; the packets made before stay, and a later run begins with them.
         """
         with self._threads, self._processes:
+            self._journal.finish_deletions()
             report = IngestReport()
             plans = self._plans(documents, report)
             meter = _Meter(progress, {name: size for plan in plans for name, size in plan.missing.items()}, report)

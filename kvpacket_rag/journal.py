@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Self
 
@@ -19,6 +20,7 @@ from kvpacket_rag.owners import owner_names
 from kvpacket_rag.store import PacketStore
 
 _SETTING = "unsettled"
+_DELETING = "deleting"  # documents whose rows go too
 
 
 class ChangeLock(FileLock):
@@ -70,28 +72,48 @@ class OwnerJournal:
         merged = {name: list(dict.fromkeys([*noted.get(name, ()), *ids])) for name, ids in chunk_ids.items()}
         self._write(noted | merged)
 
+    def delete(self, document_id: str) -> None:
+        """Remove a document's rows and packets; cut short, :meth:`finish_deletions` goes on with it."""
+        self.note({document_id: self._index.chunk_ids(document_id)})
+        self._write({**self._read(_DELETING), document_id: []}, _DELETING)
+        self.settle([document_id])
+
+    def finish_deletions(self, lock: AbstractContextManager[object] | None = None) -> None:
+        """Bring deletions that were cut short to their end.
+
+        Args:
+            lock: to be held meanwhile; not taken where there is nothing to do.
+        """
+        if self._read(_DELETING):
+            with lock or nullcontext():
+                self.settle(self._read(_DELETING))
+
     def settle(self, document_ids: Iterable[str]) -> None:
         """Release the packets of noted chunks that have no row, and strike the documents out."""
         noted = self._read()
         done = [name for name in document_ids if name in noted]
         if not done:
             return
+        deletions = self._read(_DELETING).keys() & set(done)
+        self._index.delete([chunk_id for name in deletions for chunk_id in noted[name]])
         present = {chunk_id for name in done for chunk_id in self._index.chunk_ids(name)}
         gone = [chunk_id for name in done for chunk_id in noted[name] if chunk_id not in present]
         self._store.drop_owners(owner_names(self._index, self._store, gone))
+        if deletions:
+            self._write({name: [] for name in self._read(_DELETING) if name not in deletions}, _DELETING)
         self._write({name: ids for name, ids in noted.items() if name not in done})
 
-    def _read(self) -> dict[str, list[str]]:
+    def _read(self, key: str = _SETTING) -> dict[str, list[str]]:
         try:
-            noted: dict[str, list[str]] = json.loads(self._index.get_setting(_SETTING) or "{}")
+            noted: dict[str, list[str]] = json.loads(self._index.get_setting(key) or "{}")
         except ValueError as error:
             raise StoreError(
                 f"the journal of the index is damaged ({error}); move the folder away and ingest the documents again"
             ) from error
         return noted
 
-    def _write(self, noted: Mapping[str, list[str]]) -> None:
-        self._index.set_setting(_SETTING, json.dumps(noted))
+    def _write(self, noted: Mapping[str, list[str]], key: str = _SETTING) -> None:
+        self._index.set_setting(key, json.dumps(noted))
 
 
 def remove_document(index: PacketIndex, store: PacketStore, document_id: str) -> int:
@@ -107,7 +129,6 @@ def remove_document(index: PacketIndex, store: PacketStore, document_id: str) ->
     chunk_ids = index.chunk_ids(document_id)
     if not chunk_ids and document_id not in journal.documents():
         raise StoreError(f"the index holds no document {document_id!r}; 'kvpacket inspect --documents' lists them")
-    journal.note({document_id: chunk_ids})
-    index.delete(chunk_ids)
-    journal.settle([document_id])
+    journal.finish_deletions()
+    journal.delete(document_id)
     return len(chunk_ids)

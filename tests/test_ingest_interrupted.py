@@ -92,6 +92,22 @@ def test_a_deletion_cut_short_can_be_repeated(rag: KVPacketRAG, monkeypatch: Any
         rag.delete("d")
 
 
+@pytest.mark.parametrize("step", ["rows", "packets"])
+def test_a_deletion_cut_short_is_finished_at_the_next_opening(
+    rag: KVPacketRAG, backbone: Any, tmp_path: Path, monkeypatch: Any, step: str
+):
+    rag.add([Document("d", LEASE), *documents()])
+    where, name = (rag.index, "delete") if step == "rows" else (rag.engine.store, "drop_owners")
+    monkeypatch.setattr(where, name, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        rag.delete("d")
+    monkeypatch.undo()
+    OwnerJournal(rag.index, rag.engine.store).finish_deletions()
+    assert "d" not in rag.index.documents()
+    assert LEASE not in [known.text for known in rag.engine.store.known(rag.engine.signature)]
+    assert OwnerJournal(rag.index, rag.engine.store).documents() == []
+
+
 def test_a_full_disk_keeps_what_was_stored_and_room_lets_the_run_go_on(rag: KVPacketRAG, monkeypatch: Any):
     put, allowed = rag.engine.store.put, [2]
 
