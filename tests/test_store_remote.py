@@ -390,12 +390,12 @@ def test_a_store_that_stays_away_is_not_asked_for_every_packet(monkeypatch: pyte
         monkeypatch.setenv(name, value)
     bucket = Bucket("s3://bucket/p", max_retries=1, pause_seconds=0.5)
     with pytest.raises(StoreError, match="does not answer"):
-        bucket.read("a")
+        bucket.read("a", 1000)
     with pytest.raises(StoreError, match="is asked again in"):
-        bucket.read("a")
+        bucket.read("a", 1000)
     time.sleep(0.6)
     with pytest.raises(StoreError, match="does not answer"):
-        bucket.read("a")
+        bucket.read("a", 1000)
 
 
 @pytest.mark.parametrize(
@@ -423,7 +423,7 @@ def test_a_server_that_stalls_or_fails_is_not_waited_for(monkeypatch: pytest.Mon
             monkeypatch.setenv(name, value)
         bucket = Bucket("s3://bucket/p", timeout_seconds=0.5, max_retries=1)
         with pytest.raises(StoreError, match=told):
-            bucket.read("a")
+            bucket.read("a", 1000)
         done.set()
         server.shutdown()
 

@@ -28,7 +28,7 @@ from kvpacket_rag.store.remote_transfer import Transfer
 
 logger = logging.getLogger(__name__)
 
-_BATCH = 500  # records learnt in one transaction
+_BATCH = 200  # records learnt in one transaction
 
 
 class RemoteStore:

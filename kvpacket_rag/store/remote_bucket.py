@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeGuard, TypeVar
 
-from kvpacket_rag.errors import MissingExtraError, StoreError
+from kvpacket_rag.errors import MissingExtraError, StoreError, StoreFormatError
 
 if TYPE_CHECKING:
     from obstore.store import ClientConfig, RetryConfig
@@ -93,10 +93,22 @@ class Bucket:
         """Put an object in place of another."""
         self._do(f"write {key}", lambda: self._obstore.put(self._backend, key, content, use_multipart=False))
 
-    def read(self, key: str) -> bytes | None:
-        """A small object, or None where there is none."""
+    def read(self, key: str, max_bytes: int) -> bytes | None:
+        """A small object, or None where there is none.
+
+        Raises:
+            StoreFormatError: it is larger than that; nothing of it is held.
+            StoreError: it could not be read.
+        """
+
+        def got() -> bytes:
+            found = self._get(key)
+            if (size_bytes := int(found.meta["size"])) > max_bytes:
+                raise StoreFormatError(f"{key} in {self.url} has {size_bytes:,} bytes; expected up to {max_bytes:,}")
+            return bytes(found.bytes())
+
         with suppress(FileNotFoundError):
-            return self._do(f"read {key}", lambda: bytes(self._get(key).bytes()), may_be_missing=True)
+            return self._do(f"read {key}", got, may_be_missing=True)
         return None
 
     def download(self, key: str, path: Path) -> int | None:

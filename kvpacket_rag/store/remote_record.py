@@ -5,8 +5,12 @@ from __future__ import annotations
 import json
 from dataclasses import asdict, dataclass, fields
 
-from kvpacket_rag.errors import StoreFormatError
+from kvpacket_rag.errors import PacketError, StoreFormatError
+from kvpacket_rag.packet import PacketSignature
+from kvpacket_rag.store.protocol import is_packet_id
 from kvpacket_rag.store.schema import row_digest
+
+MAX_RECORD_BYTES = 2 << 20  # a chunk of 300,000 characters takes less, each escaped
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,15 +47,26 @@ class ChunkRecord:
         Raises:
             StoreFormatError: it is no record, is damaged, or is of another packet.
         """
+        told = f"the record of packet {packet_id}"
         try:
             values = json.loads(content)
             record = cls(**{field.name: values[field.name] for field in fields(cls)})
-            intact = values["digest"] == record.digest and record.packet_id == packet_id
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise StoreFormatError(f"the record of packet {packet_id} cannot be read: {error}") from error
+            intact = is_packet_id(packet_id) and record._has_types() and record.packet_id == packet_id
+            intact = intact and values["digest"] == record.digest
+            record.text.encode()
+            PacketSignature.from_json(record.signature)
+        except (ValueError, KeyError, TypeError, AttributeError, RecursionError, PacketError) as error:
+            raise StoreFormatError(f"{told} cannot be read ({type(error).__name__}: {str(error)[:200]})") from error
         if not intact:
-            raise StoreFormatError(f"the record of packet {packet_id} is damaged; it is written anew with the packet")
+            raise StoreFormatError(f"{told} is damaged; it is written anew with the packet")
         return record
+
+    def _has_types(self) -> bool:
+        """Whether the fields are what they are said to be, and a catalogue takes them."""
+        numbers, texts = (self.num_tokens, self.stored_ns), (self.packet_id, self.signature, self.text)
+        return all(type(value) is int and 0 <= value < 2**63 for value in numbers) and all(
+            type(value) is str for value in texts
+        )
 
 
 def record_key(packet_id: str) -> str:

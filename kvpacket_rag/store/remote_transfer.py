@@ -12,13 +12,13 @@ from functools import partial
 from pathlib import Path
 from threading import Lock
 
-from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError, StoreError, StoreFullError
+from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError, StoreError, StoreFormatError, StoreFullError
 from kvpacket_rag.packet import Packet, PacketSignature
 from kvpacket_rag.store.metrics import StoreMetrics
 from kvpacket_rag.store.packet_file import read_packet
 from kvpacket_rag.store.remote_bucket import Bucket
 from kvpacket_rag.store.remote_cache import RemoteCache
-from kvpacket_rag.store.remote_record import ChunkRecord, packet_key, quarantine_key, record_key
+from kvpacket_rag.store.remote_record import MAX_RECORD_BYTES, ChunkRecord, packet_key, quarantine_key, record_key
 
 logger = logging.getLogger(__name__)
 
@@ -68,10 +68,10 @@ class Transfer:
 
     def record(self, packet_id: str) -> ChunkRecord | None:
         """What the bucket says of a packet; None where it says nothing that can be believed."""
-        content = self._bucket.read(record_key(packet_id))
         try:
+            content = self._bucket.read(record_key(packet_id), MAX_RECORD_BYTES)
             return None if content is None else ChunkRecord.from_json(content, packet_id)
-        except StoreError as error:
+        except StoreFormatError as error:
             self._metrics.count(damaged_rows=1)
             logger.warning("%s", error)
             return None
