@@ -179,6 +179,27 @@ def test_what_had_no_room_is_let_go_of_when_nobody_holds_it_or_it_is_deleted(
             store.get(PACKET.packet_id, SIGNATURE)
 
 
+def test_what_is_coming_in_takes_no_more_than_the_cap(
+    machine: Callable[..., RemoteStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    packets, first, download = [make_packet(seed) for seed in range(8)], machine(), Bucket.download
+    seen: list[int] = []
+    for packet in packets:
+        first.put(packet, "text")
+
+    def slow(self: Bucket, key: str, path: Path) -> int | None:
+        size_bytes = download(self, key, path)
+        time.sleep(0.05)
+        seen.append(len(files(tmp_path / "second" / "incoming")))
+        return size_bytes
+
+    monkeypatch.setattr(Bucket, "download", slow)
+    store, names = machine("second", max_bytes=2 * SIZE), [packet.packet_id for packet in packets]
+    with store.hold(names):
+        assert all(same(store.get(name, SIGNATURE), packet) for name, packet in zip(names, packets, strict=True))
+    assert len(seen) == 8 and max(seen) <= 2
+
+
 def test_a_held_prompt_is_fetched_ahead_and_once(machine: Callable[..., RemoteStore]):
     packets, first = [make_packet(seed) for seed in range(8)], machine()
     for packet in packets:

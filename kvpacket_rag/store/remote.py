@@ -50,7 +50,7 @@ class RemoteStore:
             credentials.
         cache: the folder, one for each URL below the user's cache folder by default. A store on disk that lies there
             already is uploaded.
-        max_bytes: cap on the packets in the cache.
+        max_bytes: cap on the packets in the cache; those on their way into it take as much again at most.
         eviction: what makes room there; see :class:`~kvpacket_rag.store.DiskStore`.
         refresh_seconds: how often other machines' changes are looked for, beside the work.
         threads: requests at a time.

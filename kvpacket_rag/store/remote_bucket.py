@@ -111,6 +111,13 @@ class Bucket:
             return self._do(f"read {key}", got, may_be_missing=True)
         return None
 
+    def size(self, key: str) -> int:
+        """Bytes of an object; 0 where there is none."""
+        with suppress(FileNotFoundError):
+            found = self._do(f"look at {key}", lambda: self._obstore.head(self._backend, key), may_be_missing=True)
+            return int(found["size"])
+        return 0
+
     def download(self, key: str, path: Path) -> int | None:
         """Copy an object to a file, piece by piece; its bytes, or None where there is none.
 

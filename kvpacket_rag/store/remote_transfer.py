@@ -5,12 +5,12 @@ from __future__ import annotations
 import logging
 import secrets
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Executor, Future
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
-from threading import Lock
+from threading import Condition, Lock
 
 from kvpacket_rag.errors import PacketCorruptError, PacketNotFoundError, StoreError, StoreFormatError, StoreFullError
 from kvpacket_rag.packet import Packet, PacketSignature
@@ -46,6 +46,8 @@ class Transfer:
         self._metrics = metrics
         self._fetching: dict[str, Future[Packet | None]] = {}
         self._lock = Lock()
+        self._room = Condition()
+        self._coming_bytes = 0
         self._incoming = _own_folder(cache.folder / "incoming")
         for path in self._incoming.iterdir():
             with suppress(FileNotFoundError):
@@ -150,11 +152,30 @@ class Transfer:
         else:
             signature = row.signature
         path = self._incoming / f"{packet_id}.{secrets.token_hex(8)}"
+        with self._coming(packet_id):
+            try:
+                packet = self._download(packet_id, PacketSignature.from_json(signature), path)
+                return None if self.keep(packet, text, [path.read_bytes()]) else packet
+            finally:
+                path.unlink(missing_ok=True)  # what is mapped stays readable
+
+    @contextmanager
+    def _coming(self, packet_id: str) -> Iterator[None]:
+        """Wait until what is coming in has room for a packet: the cache's cap, or one packet that is larger."""
+        cap = self._cache.max_bytes
+        if cap is None:
+            yield
+            return
+        size_bytes = self._bucket.size(packet_key(packet_id))
+        with self._room:
+            self._room.wait_for(lambda: not self._coming_bytes or self._coming_bytes + size_bytes <= cap)
+            self._coming_bytes += size_bytes
         try:
-            packet = self._download(packet_id, PacketSignature.from_json(signature), path)
-            return None if self.keep(packet, text, [path.read_bytes()]) else packet
+            yield
         finally:
-            path.unlink(missing_ok=True)  # what is mapped stays readable
+            with self._room:
+                self._coming_bytes -= size_bytes
+                self._room.notify_all()
 
     def _download(self, packet_id: str, signature: PacketSignature, path: Path) -> Packet:
         damage: PacketCorruptError | None = None
