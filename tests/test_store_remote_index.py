@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+import sqlite3
 from pathlib import Path
 
 import pytest
@@ -93,3 +95,18 @@ def test_the_frameworks_take_a_url_for_what_it_is(url: str):
 
     for place, meant in ((url, url), ("folder", str(Path("folder").absolute()))):
         assert ChatKVPacket(store=place).store == resolve({"store": place}, False, False)["store"] == meant
+
+
+def test_repairing_settles_what_the_object_store_has(kv: Run, docs: Path, tmp_path: Path, url: str):
+    index = tmp_path / "index"
+    assert kv("ingest", docs, "--index", index, "--remote", url)[0] == 0
+    shutil.rmtree(index / "packets")
+    with sqlite3.connect(index / "index.sqlite") as connection:
+        connection.execute("UPDATE chunks SET text = 'forged' WHERE seq = 2")
+    connection.close()
+    code, out, _ = kv("check", index, "--json")
+    assert code == 3 and len(json.loads(out)["damaged_rows_of_index"]) == 1 and len(objects(tmp_path)) == 4
+    assert kv("check", index, "--repair")[0] == 0
+    assert len(objects(tmp_path)) == len(objects(tmp_path, "owned")) == 3
+    code, out, _ = kv("check", index, "--json")
+    assert (code, json.loads(out)["chunks_without_packet"]) == (0, 0)

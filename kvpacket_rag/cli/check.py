@@ -16,12 +16,13 @@ from kvpacket_rag.errors import StoreError
 
 if TYPE_CHECKING:
     from kvpacket_rag.index import PacketIndex
-    from kvpacket_rag.store import DiskStore, StoreCheck
+    from kvpacket_rag.store import PacketStore, StoreCheck
 
 SUMMARY = "verify every packet and every row of an index"
 DESCRIPTION = (
     "Reads all packets of a folder and compares their checksums, and looks for damaged rows, leftovers and wrong "
-    "counts. Loads no model. Exits with 3 where something is wrong and was not repaired."
+    "counts; where the packets lie in an object store, those that the folder has of them. Loads no "
+    "model. Exits with 3 where something is wrong and was not repaired."
 )
 _STORE_FILE = "packets.sqlite"
 _WRONG = 3
@@ -49,15 +50,16 @@ def run(args: argparse.Namespace) -> int:
         )
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import change_lock
-    from kvpacket_rag.store import DiskStore
+    from kvpacket_rag.store import open_store
 
     with ExitStack() as opened:
         if args.repair:
             opened.enter_context(change_lock(folder))
-        store = opened.enter_context(closing(DiskStore(folder, sweep=False)))
         index = None
         if (folder / INDEX_FILE).is_file():
             index = opened.enter_context(closing(PacketIndex.open(folder, load=False)))
+        remote = index.get_setting("remote") if index is not None else None
+        store = opened.enter_context(closing(open_store(folder, remote, sweep=False)))
         found: dict[str, Any] = _check_index(index, store, args.repair) if index is not None else {}
         packets = store.check(repair=args.repair, progress=_Percent())
     found |= _told(packets)
@@ -68,23 +70,23 @@ def run(args: argparse.Namespace) -> int:
     return _WRONG if wrong and (not args.repair or beyond_repair) else 0
 
 
-def _check_index(index: PacketIndex, store: DiskStore, repair: bool) -> dict[str, Any]:
+def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[str, Any]:
     from kvpacket_rag.journal import OwnerJournal, remove_document
 
     damaged, journal = index.damaged(), OwnerJournal(index, store)
     unsettled = journal.documents()
     if repair:
         journal.settle(unsettled)
-        for chunk_id, document_id in damaged.items():
+        for document_id in damaged.values():
             if index.chunk_ids(document_id):
                 remove_document(index, store, document_id)
-            index.delete([chunk_id])
+        index.drop_damaged()
         index.compact()
     without = 0
     if repair or not damaged:
         without = sum(packet_id not in store for packet_id in {packet_id for _, packet_id in index.rows()})
     return {
-        "faults_of_index": index.faults(),
+        "faults_of_index": index.faults() or [f"{name} stays damaged" for name in (index.damaged() if repair else ())],
         "damaged_rows_of_index": [f"{chunk_id} of {document_id}" for chunk_id, document_id in damaged.items()],
         "documents_half_changed": unsettled,
         "chunks_without_packet": without,

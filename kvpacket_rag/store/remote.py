@@ -15,6 +15,7 @@ from typing import Any, Self
 
 from kvpacket_rag.errors import PacketCorruptError, PacketError, PacketNotFoundError, StoreError
 from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.store.check import OnBytes, StoreCheck
 from kvpacket_rag.store.disk import DiskStore
 from kvpacket_rag.store.eviction import Eviction
 from kvpacket_rag.store.metrics import StoreMetrics, Tier
@@ -54,6 +55,7 @@ class RemoteStore:
         eviction: what makes room there; see :class:`~kvpacket_rag.store.DiskStore`.
         refresh_seconds: how often other machines' changes are looked for, beside the work.
         threads: requests at a time.
+        sweep: of the cache; see :class:`~kvpacket_rag.store.DiskStore`.
         options: of the :class:`~kvpacket_rag.store.remote_bucket.Bucket`.
 
     Attributes:
@@ -73,12 +75,14 @@ class RemoteStore:
         eviction: Eviction = "lru",
         refresh_seconds: float = 60.0,
         threads: int = 8,
+        sweep: bool = True,
         **options: Any,
     ) -> None:
         self._bucket = Bucket(url, **options)
         self._bucket.probe()
         self.metrics = StoreMetrics()
-        self._cache = RemoteCache(_default_cache(url) if cache is None else cache, max_bytes, eviction=eviction)
+        folder = _default_cache(url) if cache is None else cache
+        self._cache = RemoteCache(folder, max_bytes, eviction=eviction, sweep=sweep)
         self._pool = ThreadPoolExecutor(threads, "kvpacket-remote")
         self._behind = ThreadPoolExecutor(1, "kvpacket-refresh")  # its work needs the others
         self._owners = RemoteOwners(self._bucket, self._pool)
@@ -223,6 +227,10 @@ class RemoteStore:
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         return self  # it is shared, by copies too
 
+    def check(self, *, repair: bool = False, progress: OnBytes | None = None) -> StoreCheck:
+        """Verify every row and every file of the cache; see :meth:`DiskStore.check`."""
+        return self._cache.check(repair=repair, progress=progress)
+
     def close(self) -> None:
         """Let transfers end and close the cache; a second call does nothing."""
         for pool in (self._behind, self._pool):
@@ -255,17 +263,22 @@ class RemoteStore:
             logger.warning("what other machines stored is looked for later: %s", error)
 
 
-def open_store(place: Path | str, remote: str | None = None, max_bytes: int | None = None) -> DiskStore | RemoteStore:
+def open_store(
+    place: Path | str, remote: str | None = None, max_bytes: int | None = None, *, sweep: bool = True
+) -> DiskStore | RemoteStore:
     """The store of a folder or a URL.
 
     Args:
         place: the folder, or the URL.
         remote: URL of the object store that the folder is a cache of, if it is one.
         max_bytes: cap on the packets that lie in the folder.
+        sweep: see :class:`~kvpacket_rag.store.DiskStore`.
     """
     if remote:
-        return RemoteStore(remote, place, max_bytes)
-    return RemoteStore(place, None, max_bytes) if is_url(place) else DiskStore(place, max_bytes)
+        return RemoteStore(remote, place, max_bytes, sweep=sweep)
+    if is_url(place):
+        return RemoteStore(place, None, max_bytes, sweep=sweep)
+    return DiskStore(place, max_bytes, sweep=sweep)
 
 
 def _default_cache(url: str) -> Path:
