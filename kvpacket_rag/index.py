@@ -256,6 +256,10 @@ class PacketIndex:
         """Chunk and document ids of damaged rows, as far as they can still be told; every row is read."""
         return self._rows.damaged()
 
+    def drop_damaged(self) -> None:
+        """Delete the rows and vectors that :meth:`damaged` tells of."""
+        self._rows.drop_damaged()
+
     def faults(self) -> list[str]:
         """What SQLite finds wrong with the file's structure."""
         return self._rows.file.faults()

@@ -21,6 +21,7 @@ _UPSERT = f"""INSERT INTO chunks ({_COLUMNS}, digest) VALUES (?, ?, ?, ?, ?, ?) 
     packet_id = excluded.packet_id, digest = excluded.digest"""
 _SET_VECTOR = "INSERT OR REPLACE INTO vectors (seq, vector, checksum) VALUES (?, ?, ?)"
 
+_STRAY = "seq NOT IN (SELECT seq FROM chunks)"  # a vector whose chunk is gone
 _SELECT = f"SELECT {_COLUMNS}, digest, seq FROM chunks"
 
 Vectors = npt.NDArray[np.float32]
@@ -106,13 +107,13 @@ class ChunkRows:
         """The chunks of a document, in insertion order."""
         with self.file.reading() as db:
             sql = "SELECT chunk_id FROM chunks WHERE document_id = ? ORDER BY seq"
-            return [row[0] for row in db.execute(sql, (document_id,))]
+            return [str(row[0]) for row in db.execute(sql, (document_id,))]
 
     def documents(self) -> list[str]:
         """The document ids, in the order of their first chunks."""
         with self.file.reading() as db:
             sql = "SELECT document_id FROM chunks GROUP BY document_id ORDER BY MIN(seq)"
-            return [row[0] for row in db.execute(sql)]
+            return [str(row[0]) for row in db.execute(sql)]
 
     def setting(self, key: str) -> str | None:
         """A stored setting."""
@@ -171,14 +172,16 @@ class ChunkRows:
 
     def damaged(self) -> dict[str, str]:
         """Chunk and document ids of rows or vectors that are not what was written, as far as they can still be told."""
-        found: dict[str, str] = {}
-        columns = ", ".join(f"chunks.{name}" for name in (*_COLUMNS.split(", "), "digest"))
-        sql = f"SELECT {columns}, seq, vector, checksum FROM chunks LEFT JOIN vectors USING (seq)"
         with self.file.reading() as db:
-            for row in db.execute(sql):
-                if not _is_intact(row) or not _is_whole(*row[6:]):
-                    found[str(row[0])] = str(row[2])
-        return found
+            found = {str(row[0]): str(row[2]) for row in _damaged(db)}
+            strays = db.execute(f"SELECT vector_id FROM vectors WHERE {_STRAY}").fetchall()
+        return found | {f"vector {vector_id}": "no document" for (vector_id,) in strays}
+
+    def drop_damaged(self) -> None:
+        """Delete what :meth:`damaged` tells of, whatever its ids have become."""
+        with self.file.writing(erases=True) as db:
+            db.executemany("DELETE FROM chunks WHERE seq = ?", [(row[6],) for row in _damaged(db)])
+            db.execute(f"DELETE FROM vectors WHERE {_STRAY}")
 
     def _chunk(self, row: tuple[Any, ...]) -> Chunk:
         """The chunk of a row.
@@ -197,6 +200,13 @@ class ChunkRows:
 def _delete(db: sqlite3.Connection, names: Iterable[str]) -> list[str]:
     sql = "DELETE FROM chunks WHERE chunk_id = ?"
     return [name for name in names if db.execute(sql, (name,)).rowcount]
+
+
+def _damaged(db: sqlite3.Connection) -> list[tuple[Any, ...]]:
+    """Columns, digest, number, vector and checksum of chunks of which a part is not what was written."""
+    columns = ", ".join(f"chunks.{name}" for name in (*_COLUMNS.split(", "), "digest"))
+    rows = db.execute(f"SELECT {columns}, seq, vector, checksum FROM chunks LEFT JOIN vectors USING (seq)")
+    return [row for row in rows if not _is_intact(row) or not _is_whole(*row[6:])]
 
 
 def _is_intact(row: tuple[Any, ...]) -> bool:

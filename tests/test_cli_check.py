@@ -12,6 +12,7 @@ import pytest
 from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixture  # noqa: F401
 
 from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.store import DiskStore
 
 
@@ -85,6 +86,36 @@ def test_damaged_rows_of_packets_are_taken_out(kv: Run, index: Path) -> None:
     assert found_by(kv, index, "--repair")[0] == 0
     code, found = found_by(kv, index)
     assert code == 0 and found["packets_whole"] == 3 and found["chunks_without_packet"] == 1
+
+
+@pytest.mark.parametrize(
+    "sql",
+    [
+        "UPDATE vectors SET seq = 99 WHERE seq = 2",
+        "UPDATE chunks SET seq = 99 WHERE seq = 2",
+        "DELETE FROM chunks WHERE seq = 2",
+        "UPDATE chunks SET chunk_id = CAST(x'6380' AS TEXT) WHERE seq = 2",
+        "UPDATE chunks SET chunk_id = CAST(chunk_id AS BLOB) WHERE seq = 2",
+        "UPDATE chunks SET document_id = CAST(x'6480' AS TEXT) WHERE seq = 2",
+        "UPDATE chunks SET packet_id = CAST(packet_id AS BLOB) WHERE seq = 2",
+    ],
+)
+def test_what_is_repaired_opens_and_can_be_ingested_again(kv: Run, index: Path, docs: Path, sql: str) -> None:
+    statement(index / "index.sqlite", sql)
+    assert found_by(kv, index)[0] == 3
+    assert found_by(kv, index, "--repair")[0] == 0
+    assert found_by(kv, index)[1]["verdict"] == "all is well"
+    PacketIndex.open(index).close()
+    assert kv("ingest", docs, "--index", index)[0] == 0
+    assert found_by(kv, index)[1]["verdict"] == "all is well"
+
+
+@pytest.mark.parametrize("changed", ["CAST(packet_id AS BLOB)", "CAST(x'80' || substr(packet_id, 2) AS TEXT)", "'x'"])
+def test_rows_of_packets_without_an_id_are_taken_out(kv: Run, index: Path, changed: str) -> None:
+    statement(index / "packets.sqlite", f"UPDATE packets SET packet_id = {changed} WHERE number = 2")
+    assert found_by(kv, index)[0] == 3
+    assert found_by(kv, index, "--repair")[0] == 0
+    assert found_by(kv, index)[1]["verdict"] == "all is well"
 
 
 def test_a_folder_of_packets_alone_is_checked(kv: Run, index: Path) -> None:

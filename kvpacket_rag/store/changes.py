@@ -154,6 +154,11 @@ class CatalogueChanges:
         self._connection.execute("DELETE FROM owners WHERE packet_id = ?", (packet_id,))
         self.drop_row(packet_id)
 
+    def drop_nameless(self) -> None:
+        """Forget the rows whose packet id is none; no other statement would find all of them."""
+        query = "DELETE FROM packets NOT INDEXED WHERE typeof(packet_id) != 'text' OR packet_id NOT GLOB ?"
+        self._connection.execute(query, ("[0-9a-f]" * 64,))
+
     def drop_row(self, packet_id: str) -> None:
         """Forget what is said of a packet, and keep its owners."""
         self._connection.execute("DELETE FROM packets WHERE packet_id = ?", (packet_id,))

@@ -147,6 +147,7 @@ def _repair(catalogue: Catalogue, upkeep: Upkeep, found: StoreCheck) -> None:
     with catalogue.transaction(durable=True) as changes:
         for packet_id in found.damaged_rows:
             changes.remove(packet_id)
+        changes.drop_nameless()
     upkeep.sweep()
     with catalogue.transaction() as changes:
         changes.count_anew()
