@@ -17,6 +17,8 @@ from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.parser_process import SUFFIXES, ParserProcess
 from kvpacket_rag.readers import READERS
 
+_TITLE_CHARACTERS = 300  # every chunk of a document has its title beside it
+
 
 @dataclass(frozen=True, slots=True)
 class Document:
@@ -26,8 +28,8 @@ class Document:
         document_id: unique in an index; a document added under the id of another replaces it.
         text: the whole text, lines ended by ``\\n``.
         metadata: JSON-serialisable facts kept beside the text. A file that was read has "source" (its
-            path as it was reached), "title" and "kind" ("text", "markdown", "html" or "pdf"). The text
-            of kind "pdf" has a form feed at the start of each page after the first.
+            path as it was reached), "title" (up to 300 characters) and "kind" ("text", "markdown", "html" or
+            "pdf"). The text of kind "pdf" has a form feed at the start of each page after the first.
 
     Raises:
         DocumentError: text or id hold a lone surrogate, which no encoding and no tokenizer accepts.
@@ -134,8 +136,16 @@ def _read_file(path: Path, max_bytes: int, parsers: ParserProcess) -> Document:
     content = READERS[suffix](data) if suffix in READERS else parsers.parse(suffix, data)
     if not content.text.strip():
         raise DocumentError("holds no text but white space")
-    metadata = {"source": path.as_posix(), "title": content.title or path.stem, "kind": content.kind}
+    metadata = {"source": path.as_posix(), "title": _shortened(content.title or path.stem), "kind": content.kind}
     return Document(Path(os.path.realpath(path)).as_posix(), content.text, metadata)
+
+
+def _shortened(title: str) -> str:
+    """A title, cut after a word where it is too long for one."""
+    if len(title) <= _TITLE_CHARACTERS:
+        return title
+    start = title[: _TITLE_CHARACTERS - 1]
+    return f"{start.rpartition(' ')[0].rstrip() or start}…"
 
 
 def _read_bytes(path: Path, max_bytes: int) -> bytes:

@@ -173,3 +173,14 @@ def test_the_parsers_are_never_loaded_here(tmp_path: Path) -> None:
         "sys.exit('bs4' in sys.modules or 'pypdf' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("name", ["page.html", "notes.md"])
+@pytest.mark.parametrize(
+    ("title", "expected"), [("wort " * 400_000, "wort " * 58 + "wort…"), ("x" * 9999, "x" * 299 + "…")]
+)
+def test_a_title_that_is_too_long_for_one_is_cut(tmp_path: Path, name: str, title: str, expected: str) -> None:
+    markup = {".html": f"<title>{title}</title><p>text", ".md": f"# {title}\ntext"}
+    (tmp_path / name).write_text(markup[Path(name).suffix])
+    [document], _ = read(tmp_path)
+    assert document.metadata["title"] == expected and len(expected) <= 300
