@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
+from threading import Lock
 from typing import Any, Self
 
 from kvpacket_rag.errors import DocumentError
@@ -42,9 +43,10 @@ class ParserProcess:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._lock = Lock()
 
     def parse(self, suffix: str, data: bytes) -> Content:
-        """The text of a file.
+        """The text of a file; threads take turns.
 
         Args:
             suffix: one of ``SUFFIXES``.
@@ -53,6 +55,17 @@ class ParserProcess:
         Raises:
             DocumentError: it cannot be read, or not within the bounds; completes the sentence "the file …".
         """
+        with self._lock:
+            return self._parse(suffix, data)
+
+    def close(self) -> None:
+        """End the process, which keeps nothing."""
+        if self._process is not None:
+            self._process.kill()
+            self._process.communicate()
+            self._process = None
+
+    def _parse(self, suffix: str, data: bytes) -> Content:
         process = self._process or self._start()
         assert process.stdin is not None and process.stdout is not None
         with suppress(BrokenPipeError):  # then the answer tells
@@ -68,13 +81,6 @@ class ParserProcess:
         if "error" in found:
             raise DocumentError(found["error"])
         return Content(found["kind"], text.decode("utf-8", "surrogatepass"), found["title"])
-
-    def close(self) -> None:
-        """End the process, which keeps nothing."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
 
     def __enter__(self) -> Self:
         return self

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 import zipfile
+from concurrent.futures import ThreadPoolExecutor
 from io import BytesIO
 from pathlib import Path
 
@@ -74,6 +75,13 @@ def test_a_parser_that_takes_too_long_or_crashes_is_ended_and_the_next_file_is_r
             parsers.parse(".pdf", PAGE)
         assert parsers.parse(".pdf", PAGE).text.strip() == "a"
     assert parsers._process is None
+
+
+def test_threads_that_share_a_parser_get_their_own_answers() -> None:
+    texts = [f"text {number} " * 2000 for number in range(40)]
+    with ParserProcess() as parsers, ThreadPoolExecutor(4) as threads:
+        found = threads.map(lambda text: parsers.parse(".html", f"<p>{text}".encode()).text, texts)
+        assert [text.strip() for text in found] == [text.strip() for text in texts]
 
 
 def test_a_parser_without_memory_says_so_and_the_next_file_is_read() -> None:
