@@ -18,8 +18,8 @@ PACKET, OTHER = make_packet(1), "0" * 64
 
 def record(packet_id: str = OTHER, **changes: Any) -> bytes:
     """A record that says such things, and is sealed."""
-    values = {"signature": SIGNATURE.to_json(), "text": "other", "num_tokens": 5, "stored_ns": 1} | changes
-    return ChunkRecord(packet_id, **values).to_json()
+    values: dict[str, Any] = {"signature": SIGNATURE.to_json(), "text": "other", "num_tokens": 5, "stored_ns": 1}
+    return ChunkRecord(packet_id, **values | changes).to_json()
 
 
 HOSTILE = {
