@@ -16,6 +16,7 @@ from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import PacketMismatchError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.models import resolve_model
+from kvpacket_rag.owners import name_new
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.shipped import is_shipped
 from kvpacket_rag.store import DiskStore, RemoteStore, open_store
@@ -160,6 +161,8 @@ class Origin:
 
     def write(self, engine: KVPacketEngine, embedder: str, chunk_tokens: int) -> None:
         """Note what the index is built with from here on; of rows that another framework made, only the packets."""
+        if isinstance(engine.store, RemoteStore):
+            name_new(self._index)
         own = {"embedder": embedder, "chunk_tokens": str(chunk_tokens)} if self.knows_embedder else {}
         self._set({**self._facts(engine), **own, "signature": engine.signature.to_json()})
 

@@ -51,6 +51,12 @@ def claim_names(index: PacketIndex, store: PacketStore) -> None:
             index.set_setting(_FOLDER, folder)
 
 
+def name_new(index: PacketIndex) -> None:
+    """Give an index that is about to be built names of its own, for an object store that others may use, too."""
+    if not len(index) and index.get_setting("signature") is None and index.get_setting(_PREFIX) is None:
+        index.set_setting(_PREFIX, f"{uuid.uuid4()}/")
+
+
 def adopt(index: PacketIndex, store: PacketStore) -> None:
     """Make every row an owner of its packet, which others may have brought into the store."""
     packets = {chunk.chunk_id: packet for chunk, packet in index.rows()}

@@ -110,3 +110,17 @@ def test_repairing_settles_what_the_object_store_has(kv: Run, docs: Path, tmp_pa
     assert len(objects(tmp_path)) == len(objects(tmp_path, "owned")) == 3
     code, out, _ = kv("check", index, "--json")
     assert (code, json.loads(out)["chunks_without_packet"]) == (0, 0)
+
+
+def test_what_one_index_deletes_another_one_at_the_same_url_keeps(tiny: None, tmp_path: Path, url: str):
+    for name in ("first", "second"):
+        with KVPacketRAG.open(tmp_path / name, remote=url) as rag:
+            rag.add(documents())
+    assert len(objects(tmp_path)) == 4
+    with KVPacketRAG.open(tmp_path / "first") as rag:
+        rag.delete("d0")
+    assert len(objects(tmp_path)) == 4
+    with KVPacketRAG.open(tmp_path / "second") as rag:
+        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
+        rag.delete("d0")
+    assert len(objects(tmp_path)) == 3 and len(objects(tmp_path, "owned")) == 2 * 3
