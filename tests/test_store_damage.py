@@ -252,3 +252,29 @@ def test_a_damaged_size_does_not_lift_the_cap(tmp_path: Path, store: DiskStore, 
         files = list((tmp_path / "store" / "packets").rglob("*.safetensors"))
         assert capped.size_bytes == sum(file.stat().st_size for file in files) <= cap
         assert capped.check().is_sound
+
+
+def places(content: bytes, wanted: bytes) -> list[int]:
+    return [place for place in range(len(content)) if content.startswith(wanted, place)]
+
+
+def test_a_flipped_bit_in_the_catalogue_makes_no_deletion_report_success_in_vain(tmp_path: Path) -> None:
+    file = tmp_path / "packets.sqlite"
+    with contextlib.closing(DiskStore(tmp_path)) as store:
+        store.put(PACKET, "text", "owner-of-it")
+    whole, packet = file.read_bytes(), next(tmp_path.rglob("*.safetensors"))
+    content, page = packet.read_bytes(), int.from_bytes(whole[16:18], "big")
+    tried, names = 0, (b"owner-of-it", PACKET.packet_id.encode())
+    for place in [place for name in names for place in places(whole, name)]:
+        damaged = bytearray(whole)
+        damaged[place] ^= 1
+        file.write_bytes(damaged)
+        packet.write_bytes(content)
+        with contextlib.closing(DiskStore(tmp_path, sweep=False)) as store:
+            if not store._catalogue._rows("SELECT 1 FROM owners WHERE packet_id >= '' AND +owner = 'owner-of-it'"):
+                continue  # the table itself names another
+            tried += 1
+            with contextlib.suppress(StoreError):
+                store.drop_owners(["owner-of-it"])
+                assert not list(store._catalogue.rows()), f"byte {place % page} of page {place // page}"
+    assert tried > 1

@@ -140,14 +140,20 @@ class CatalogueChanges:
         remaining = iter(owners)
         while batch := list(islice(remaining, _BATCH)):
             marks = ",".join("?" * len(batch))
-            rows = self._connection.execute(f"SELECT packet_id FROM owners WHERE owner IN ({marks})", batch)
-            touched.update(packet_id for (packet_id,) in rows)
-            self._connection.execute(f"DELETE FROM owners WHERE owner IN ({marks})", batch)
-        query = (
-            "SELECT number FROM packets WHERE packet_id = ?1 AND NOT EXISTS (SELECT 1 FROM owners WHERE packet_id = ?1)"
-        )
-        found = ((self._connection.execute(query, (packet_id,)).fetchone(), packet_id) for packet_id in touched)
-        return [packet_id for row, packet_id in sorted(pair for pair in found if pair[0])]
+            rows = self._connection.execute(  # all of the table: a damaged index would leave some out
+                f"SELECT packet_id, owner FROM owners WHERE packet_id >= '' AND +owner IN ({marks})", batch
+            ).fetchall()
+            touched.update(packet_id for packet_id, _ in rows)
+            self._connection.executemany("DELETE FROM owners WHERE packet_id = ? AND owner = ?", rows)
+        query = "SELECT 1 FROM owners WHERE packet_id = ?"
+        unowned = [name for name in touched if not self._connection.execute(query, (name,)).fetchone()]
+        found = ((self._numbers(name), name) for name in unowned)
+        return [name for numbers, name in sorted(found) if numbers]
+
+    def _numbers(self, packet_id: str) -> list[tuple[int]]:
+        """Where a packet's row lies; found without the index where that does not lead to one that is whole."""
+        by = "" if self.is_intact(packet_id) else "NOT INDEXED"
+        return self._connection.execute(f"SELECT number FROM packets {by} WHERE packet_id = ?", (packet_id,)).fetchall()
 
     def remove(self, packet_id: str) -> None:
         """Forget a packet, its text and its owners."""
@@ -161,7 +167,7 @@ class CatalogueChanges:
 
     def drop_row(self, packet_id: str) -> None:
         """Forget what is said of a packet, and keep its owners."""
-        self._connection.execute("DELETE FROM packets WHERE packet_id = ?", (packet_id,))
+        self._connection.executemany("DELETE FROM packets WHERE number = ?", self._numbers(packet_id))
         self.erased = True
 
     def note(self, key: str, value: str) -> None:
