@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import shutil
 import sqlite3
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixtu
 
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.store import DiskStore
 
 
@@ -110,6 +112,20 @@ def test_what_is_repaired_opens_and_can_be_ingested_again(kv: Run, index: Path, 
     assert found_by(kv, index)[1]["verdict"] == "all is well"
 
 
+def test_a_lost_row_under_a_damaged_document_id_comes_back_with_the_next_ingest(
+    kv: Run, index: Path, docs: Path
+) -> None:
+    def texts() -> list[str]:
+        with contextlib.closing(PacketIndex.open(index)) as opened:
+            return sorted(chunk.text for chunk, _ in opened.rows())
+
+    before = texts()
+    statement(index / "index.sqlite", "UPDATE chunks SET document_id = 'another' WHERE seq = 2")
+    assert found_by(kv, index, "--repair")[0] == 0 and len(texts()) < len(before)
+    assert kv("ingest", docs, "--index", index)[0] == 0
+    assert texts() == before
+
+
 @pytest.mark.parametrize("changed", ["CAST(packet_id AS BLOB)", "CAST(x'80' || substr(packet_id, 2) AS TEXT)", "'x'"])
 def test_rows_of_packets_without_an_id_are_taken_out(kv: Run, index: Path, changed: str) -> None:
     statement(index / "packets.sqlite", f"UPDATE packets SET packet_id = {changed} WHERE number = 2")
@@ -141,3 +157,19 @@ def test_inspect_shows_leftovers_and_the_last_sweep(kv: Run, index: Path) -> Non
     assert found["bytes_by_tier"] == {"disk": packets}
     assert "bytes by tier" in kv("inspect", index)[1]
     assert found["bytes_of_catalogue"] > 0 and found["packets_evicted"] == found["rows_without_file"] == 0
+
+
+@pytest.mark.parametrize("with_root", [True, False])
+def test_namespaces_are_checked_and_repaired_too(kv: Run, index: Path, tmp_path: Path, with_root: bool) -> None:
+    folder = tmp_path / "all"
+    for place in (namespace_folder(folder, "ann"), namespace_folder(folder, "bob"), *([folder] * with_root)):
+        shutil.copytree(index, place, dirs_exist_ok=True)
+    bob = namespace_folder(folder, "bob")
+    damaged = harm_packet(bob)
+    code, found = found_by(kv, folder)
+    assert code == 3 and list(found["namespaces"][bob.name]["damaged_packets"]) == [damaged]
+    sound = [found["namespaces"][namespace_folder(folder, "ann").name], *([found] * with_root)]
+    assert {each["verdict"] for each in sound} == {"all is well"} and ("verdict" in found) == with_root
+    code, out, _ = kv("check", folder, "--repair")
+    assert code == 0 and f"{bob}:" in out
+    assert found_by(kv, folder)[0] == 0

@@ -32,7 +32,9 @@ _NO_FAULT = {"packets_whole", "bytes_read", "chunks_without_packet"}  # a packet
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """What to check."""
-    parser.add_argument("index", metavar="DIR", type=Path, help="folder of an index, or of packets alone")
+    parser.add_argument(
+        "index", metavar="DIR", type=Path, help="folder of an index and its namespaces, or of packets alone"
+    )
     parser.add_argument(
         "--repair",
         action="store_true",
@@ -43,31 +45,53 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check; the exit code."""
-    folder = args.index
-    if not any((folder / name).is_file() for name in (INDEX_FILE, _STORE_FILE)):
+    from kvpacket_rag.namespace import FOLDER
+
+    folder, worst = args.index, 0
+    found: dict[Path, dict[str, Any]] = {}
+    places = [place for place in (folder, *sorted((folder / FOLDER).glob("*/"))) if _holds_something(place)]
+    if not places:
         raise StoreError(
             f"{folder} holds neither an index nor packets; make some with 'kvpacket ingest PATH --index {folder}'"
         )
+    for place in places:
+        found[place], code = _check_folder(place, args.repair)
+        worst = max(worst, code)
+        if not args.json:
+            if len(places) > 1:
+                show(f"{place}:")
+            show(facts((n.replace("_", " "), _shown(n, v)) for n, v in found[place].items()))
+    if args.json:
+        below = {place.name: found[place] for place in places if place != folder}
+        show_json(found.get(folder, {}) | ({"namespaces": below} if below else {}))
+    return worst
+
+
+def _holds_something(folder: Path) -> bool:
+    return any((folder / name).is_file() for name in (INDEX_FILE, _STORE_FILE))
+
+
+def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
+    """What was found in the folder of one index, and the exit code."""
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import change_lock
     from kvpacket_rag.store import open_store
 
     with ExitStack() as opened:
-        if args.repair:
+        if repair:
             opened.enter_context(change_lock(folder))
         index = None
         if (folder / INDEX_FILE).is_file():
             index = opened.enter_context(closing(PacketIndex.open(folder, load=False)))
         remote = index.get_setting("remote") if index is not None else None
         store = opened.enter_context(closing(open_store(folder, remote, sweep=False)))
-        found: dict[str, Any] = _check_index(index, store, args.repair) if index is not None else {}
-        packets = store.check(repair=args.repair, progress=_Percent())
+        found: dict[str, Any] = _check_index(index, store, repair) if index is not None else {}
+        packets = store.check(repair=repair, progress=_Percent())
     found |= _told(packets)
     wrong = any(found[name] for name in found if name not in _NO_FAULT)
     beyond_repair = found.get("faults_of_index") or packets.faults
-    found["verdict"] = _verdict(wrong, args.repair, bool(beyond_repair), folder)
-    show_json(found) if args.json else show(facts((n.replace("_", " "), _shown(n, v)) for n, v in found.items()))
-    return _WRONG if wrong and (not args.repair or beyond_repair) else 0
+    found["verdict"] = _verdict(wrong, repair, bool(beyond_repair), folder)
+    return found, _WRONG if wrong and (not repair or beyond_repair) else 0
 
 
 def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[str, Any]:
@@ -81,6 +105,8 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
             if index.chunk_ids(document_id):
                 remove_document(index, store, document_id)
         index.drop_damaged()
+        if damaged:
+            _strike_marks(index)
         index.compact()
     without = 0
     if repair or not damaged:
@@ -91,6 +117,15 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
         "documents_half_changed": unsettled,
         "chunks_without_packet": without,
     }
+
+
+def _strike_marks(index: PacketIndex) -> None:
+    """Let the next ingest compare every document chunk by chunk: a lost row need not have told its document."""
+    from kvpacket_rag.ingest import MARK
+
+    for document_id in index.documents():
+        for chunk in index.get(index.chunk_ids(document_id)[:1]):
+            index.set_metadata(chunk.chunk_id, {key: chunk.metadata[key] for key in chunk.metadata if key != MARK})
 
 
 def _told(packets: StoreCheck) -> dict[str, Any]:
