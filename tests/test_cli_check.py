@@ -112,15 +112,16 @@ def test_what_is_repaired_opens_and_can_be_ingested_again(kv: Run, index: Path, 
     assert found_by(kv, index)[1]["verdict"] == "all is well"
 
 
-def test_a_lost_row_under_a_damaged_document_id_comes_back_with_the_next_ingest(
-    kv: Run, index: Path, docs: Path
-) -> None:
+def test_a_lost_row_of_a_damaged_document_id_comes_back_with_the_next_ingest(kv: Run, index: Path, docs: Path) -> None:
     def texts() -> list[str]:
         with contextlib.closing(PacketIndex.open(index)) as opened:
             return sorted(chunk.text for chunk, _ in opened.rows())
 
+    (docs / "long.txt").write_text("\n\n".join(f"The gate {n} is closed at {n} o'clock by hand." for n in range(400)))
+    assert kv("ingest", docs, "--index", index)[0] == 0
     before = texts()
-    statement(index / "index.sqlite", "UPDATE chunks SET document_id = 'another' WHERE seq = 2")
+    last = "(SELECT MAX(seq) FROM chunks)"
+    statement(index / "index.sqlite", f"UPDATE chunks SET document_id = 'another' WHERE seq = {last}")
     assert found_by(kv, index, "--repair")[0] == 0 and len(texts()) < len(before)
     assert kv("ingest", docs, "--index", index)[0] == 0
     assert texts() == before
