@@ -91,8 +91,8 @@ def encoded_texts(rag: KVPacketRAG) -> list[int]:
     seen: list[int] = []
     encode = rag.engine.encoder.encode
 
-    def counting(chunks: Any) -> Any:
-        for packet in encode(chunks):
+    def counting(*given: Any) -> Any:
+        for packet in encode(*given):
             seen.append(packet.num_tokens)
             yield packet
 
