@@ -224,9 +224,14 @@ class PacketIndex:
         """Delete chunks, at once and for every process; the ids that were there. Their packets are the store's."""
         return self._rows.delete(list(chunk_ids))
 
-    def chunk_ids(self, document_id: str) -> list[str]:
-        """The chunks of a document, in order of insertion."""
-        return self._rows.chunk_ids(document_id)
+    def chunk_ids(self, document_id: str, *, scan: bool = False) -> list[str]:
+        """The chunks of a document, in order of insertion.
+
+        Args:
+            document_id: of the document.
+            scan: read the whole table, so that a damaged index of SQLite's hides none; slower with the number of rows.
+        """
+        return self._rows.chunk_ids(document_id, scan=scan)
 
     def documents(self) -> list[str]:
         """The ids of the documents that have chunks, in order of insertion."""

@@ -224,14 +224,12 @@ class Ingester:
         return hashlib.sha256(f"{document.content_hash}/{self.chunk_tokens}/{metadata}".encode()).hexdigest()
 
     def _store(self, batch: Sequence[_Plan], meter: _Meter) -> None:
-        """Packets, then rows, then away with what the documents had before."""
-        chunks = [chunk for plan in batch for chunk in plan.chunks]
+        """Packets, then rows in place of those the documents had before."""
+        old, chunks = self._note(batch), [chunk for plan in batch for chunk in plan.chunks]
         new = [chunk.chunk_id for chunk in chunks]
-        old = self._note(batch)
         owners = owner_names(self.index, self.engine.store, new)
         names = self.engine.encode([chunk.text for chunk in chunks], owners, meter.tell)
-        self.index.add(chunks, self._vectors(chunks), names)
-        self.index.delete({name for ids in old.values() for name in ids} - set(new))
+        self.index.add(chunks, self._vectors(chunks), names, {name for ids in old.values() for name in ids} - set(new))
         self._journal.settle(old)
         meter.finish(names)
 

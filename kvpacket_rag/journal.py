@@ -74,7 +74,7 @@ class OwnerJournal:
 
     def delete(self, document_id: str) -> None:
         """Remove a document's rows and packets; cut short, :meth:`finish_deletions` goes on with it."""
-        self.note({document_id: self._index.chunk_ids(document_id)})
+        self.note({document_id: self._index.chunk_ids(document_id, scan=True)})
         self._write({**self._read(_DELETING), document_id: []}, _DELETING)
         self.settle([document_id])
 
@@ -89,13 +89,23 @@ class OwnerJournal:
                 self.settle(self._read(_DELETING))
 
     def settle(self, document_ids: Iterable[str]) -> None:
-        """Release the packets of noted chunks that have no row, and strike the documents out."""
+        """Release the packets of noted chunks that have no row, and strike the documents out.
+
+        Raises:
+            StoreError: a row that is to be deleted stays, for the database is damaged.
+        """
         noted = self._read()
         done = [name for name in document_ids if name in noted]
         if not done:
             return
         deletions = self._read(_DELETING).keys() & set(done)
         self._index.delete([chunk_id for name in deletions for chunk_id in noted[name]])
+        stays = [name for name in deletions if self._index.chunk_ids(name, scan=True)]
+        if stays:
+            raise StoreError(
+                f"rows of document {stays[0]!r} could not be deleted, for the index is damaged; run 'kvpacket check "
+                "--repair' and delete it again"
+            )
         present = {chunk_id for name in done for chunk_id in self._index.chunk_ids(name)}
         gone = [chunk_id for name in done for chunk_id in noted[name] if chunk_id not in present]
         self._store.drop_owners(owner_names(self._index, self._store, gone))
@@ -126,7 +136,7 @@ def remove_document(index: PacketIndex, store: PacketStore, document_id: str) ->
         StoreError: no such document.
     """
     journal = OwnerJournal(index, store)
-    chunk_ids = index.chunk_ids(document_id)
+    chunk_ids = index.chunk_ids(document_id, scan=True)
     if not chunk_ids and document_id not in journal.documents():
         raise StoreError(f"the index holds no document {document_id!r}; 'kvpacket inspect --documents' lists them")
     journal.finish_deletions()

@@ -103,10 +103,10 @@ class ChunkRows:
             rows = db.execute(f"{_SELECT} WHERE seq > ? ORDER BY seq LIMIT {_PAGE}", (seq,)).fetchall()
             return (rows[-1][6] if rows else seq), [(self._chunk(row), row[4]) for row in rows]
 
-    def chunk_ids(self, document_id: str) -> list[str]:
-        """The chunks of a document, in insertion order."""
+    def chunk_ids(self, document_id: str, *, scan: bool = False) -> list[str]:
+        """The chunks of a document, in insertion order; ``scan`` reads the whole table, past SQLite's own indexes."""
         with self.file.reading() as db:
-            sql = "SELECT chunk_id FROM chunks WHERE document_id = ? ORDER BY seq"
+            sql = f"SELECT chunk_id FROM chunks WHERE {'+' * scan}document_id = ? ORDER BY seq"
             return [str(row[0]) for row in db.execute(sql, (document_id,))]
 
     def documents(self) -> list[str]:

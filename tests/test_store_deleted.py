@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
+import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,10 +17,12 @@ from test_store import SIGNATURE, closing, make_packet, same  # noqa: F401 (clos
 
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.documents import Document
-from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.errors import StoreError
+from kvpacket_rag.index import FILE_NAME, PacketIndex
+from kvpacket_rag.journal import remove_document
 from kvpacket_rag.packet import packet_id
 from kvpacket_rag.pipeline import KVPacketRAG
-from kvpacket_rag.store import DiskStore
+from kvpacket_rag.store import DiskStore, MemoryStore
 
 SECRET = "the secret harvest of nineteen eighty-four "
 
@@ -35,6 +39,26 @@ def test_the_deleted_text_is_in_no_file_while_others_have_the_store_open(tmp_pat
     store.drop_owners(["owner"])
     assert b"secret harvest" not in on_disk(tmp_path)
     assert [chunk.text for chunk in other.known(SIGNATURE)] == ["stays"]
+
+
+def test_a_flipped_bit_of_the_index_makes_no_deletion_report_success_in_vain(tmp_path: Path) -> None:
+    file = tmp_path / FILE_NAME
+    chunks = [Chunk(f"the-one:{number}", f"text {number}", "the-one") for number in range(3)]
+    with contextlib.closing(PacketIndex.open(tmp_path)) as index:
+        index.add([Chunk("other", "other text", "other"), *chunks], np.eye(4, dtype=np.float32), list("0123"))
+    whole, tried = file.read_bytes(), 0
+
+    def there() -> list[Any]:
+        with contextlib.closing(sqlite3.connect(file)) as db:
+            return db.execute("SELECT chunk_id FROM chunks WHERE +document_id = 'the-one'").fetchall()
+
+    for place in [place for place in range(len(whole)) if whole.startswith(b"the-one", place)]:
+        file.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        tried += len(there()) == 3  # else the table itself names another
+        with contextlib.suppress(StoreError), contextlib.closing(PacketIndex.open(tmp_path, load=False)) as index:
+            remove_document(index, MemoryStore(), "the-one")
+            assert not there(), f"byte {place}"
+    assert tried > 1
 
 
 def test_the_deleted_or_replaced_text_is_in_no_file_while_others_have_the_index_open(tmp_path: Path) -> None:
