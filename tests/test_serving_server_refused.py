@@ -168,8 +168,17 @@ def test_an_unknown_model_is_not_found_by_the_official_client(served: Served):
 @pytest.mark.parametrize("size", [100_001, 3_000_000])
 def test_a_huge_body(served: Served, size: int, chunked: bool):
     content: Any = (b"x" * 10_000 for _ in range(size // 10_000 + 1)) if chunked else b"x" * size
-    response = served.http.post("/v1/chat/completions", content=content, headers={"content-type": "application/json"})
-    assert refused(response, 413)["code"] == "body_too_large"
+    try:
+        response = served.http.post(
+            "/v1/chat/completions", content=content, headers={"content-type": "application/json"}
+        )
+    except httpx.TransportError:
+        assert (
+            size == 3_000_000
+        )  # far too much is not read to its end, and a client that still writes may hear no reason
+    else:
+        assert refused(response, 413)["code"] == "body_too_large"
+    assert served.http.get("/healthz").status_code == 200
 
 
 def test_a_body_that_is_no_json_by_its_header(served: Served):
