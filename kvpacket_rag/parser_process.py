@@ -15,6 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from threading import Lock
 from typing import Any, Self
+from weakref import finalize
 
 from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.readers import Content
@@ -43,6 +44,7 @@ class ParserProcess:
         self._max_bytes = max_bytes
         self._seconds = seconds
         self._process: subprocess.Popen[bytes] | None = None
+        self._ending: finalize[..., ParserProcess] | None = None  # also where nobody closed it
         self._lock = Lock()
 
     def parse(self, suffix: str, data: bytes) -> Content:
@@ -60,10 +62,9 @@ class ParserProcess:
 
     def close(self) -> None:
         """End the process, which keeps nothing."""
-        if self._process is not None:
-            self._process.kill()
-            self._process.communicate()
-            self._process = None
+        if self._ending is not None:
+            self._ending()
+        self._process = self._ending = None
 
     def _parse(self, suffix: str, data: bytes) -> Content:
         process = self._process or self._start()
@@ -94,6 +95,7 @@ class ParserProcess:
         pipe, quiet = subprocess.PIPE, subprocess.DEVNULL
         try:
             self._process = subprocess.Popen(command, stdin=pipe, stdout=pipe, stderr=quiet)
+            self._ending = finalize(self, _kill, self._process)
         except OSError as error:
             raise DocumentError(f"needs a process of its own to parse it, which cannot be started ({error})") from error
         if self._process.stdout is None or self._process.stdout.readline() != _READY:
@@ -111,6 +113,11 @@ class ParserProcess:
         if (status := self._end()) == -getattr(signal, "SIGALRM", 0):
             return f"takes longer than {self._seconds} seconds to be parsed; split it, unless it is made to harm"
         return f"makes its parser end with exit status {status}; it is damaged, or made to harm"
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.communicate()
 
 
 def serve() -> None:

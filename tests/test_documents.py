@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import gc
 import hashlib
 import os
 import subprocess
@@ -184,3 +185,16 @@ def test_a_title_that_is_too_long_for_one_is_cut(tmp_path: Path, name: str, titl
     (tmp_path / name).write_text(markup[Path(name).suffix])
     [document], _ = read(tmp_path)
     assert document.metadata["title"] == expected and len(expected) <= 300
+
+
+def test_a_reader_that_is_left_in_a_cycle_leaves_no_process(tmp_path: Path):
+    (tmp_path / "page.html").write_text("<p>Text</p>")
+    documents: Any = read_documents([tmp_path], on_skip=print)
+    next(documents)
+    found = [entry for entry in gc.get_objects() if type(entry) is subprocess.Popen]
+    processes = [process for process in found if process.poll() is None]
+    cycle: list[object] = [documents]
+    cycle.append(cycle)
+    del documents, cycle
+    gc.collect()
+    assert processes and all(process.poll() is not None for process in processes)
