@@ -89,23 +89,13 @@ class OwnerJournal:
                 self.settle(self._read(_DELETING))
 
     def settle(self, document_ids: Iterable[str]) -> None:
-        """Release the packets of noted chunks that have no row, and strike the documents out.
-
-        Raises:
-            StoreError: a row that is to be deleted stays, for the database is damaged.
-        """
+        """Release the packets of noted chunks that have no row, and strike the documents out."""
         noted = self._read()
         done = [name for name in document_ids if name in noted]
         if not done:
             return
         deletions = self._read(_DELETING).keys() & set(done)
         self._index.delete([chunk_id for name in deletions for chunk_id in noted[name]])
-        stays = [name for name in deletions if self._index.chunk_ids(name, scan=True)]
-        if stays:
-            raise StoreError(
-                f"rows of document {stays[0]!r} could not be deleted, for the index is damaged; run 'kvpacket check "
-                "--repair' and delete it again"
-            )
         present = {chunk_id for name in done for chunk_id in self._index.chunk_ids(name)}
         gone = [chunk_id for name in done for chunk_id in noted[name] if chunk_id not in present]
         self._store.drop_owners(owner_names(self._index, self._store, gone))
@@ -133,7 +123,7 @@ def remove_document(index: PacketIndex, store: PacketStore, document_id: str) ->
         How many chunks went.
 
     Raises:
-        StoreError: no such document.
+        StoreError: no such document, or the index is too damaged to delete it.
     """
     journal = OwnerJournal(index, store)
     chunk_ids = index.chunk_ids(document_id, scan=True)
@@ -141,4 +131,9 @@ def remove_document(index: PacketIndex, store: PacketStore, document_id: str) ->
         raise StoreError(f"the index holds no document {document_id!r}; 'kvpacket inspect --documents' lists them")
     journal.finish_deletions()
     journal.delete(document_id)
+    if index.chunk_ids(document_id, scan=True):
+        raise StoreError(
+            f"rows of document {document_id!r} could not be deleted, for the index is damaged; run 'kvpacket check "
+            "--repair' and delete it again"
+        )
     return len(chunk_ids)

@@ -95,7 +95,7 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
 
 
 def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[str, Any]:
-    from kvpacket_rag.journal import OwnerJournal, remove_document
+    from kvpacket_rag.journal import OwnerJournal
 
     damaged, journal = index.damaged(), OwnerJournal(index, store)
     unsettled = journal.documents()
@@ -103,8 +103,8 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
         journal.settle(unsettled)
         for document_id in damaged.values():
             if index.chunk_ids(document_id):
-                remove_document(index, store, document_id)
-        index.drop_damaged()
+                journal.delete(document_id)
+        index.drop_damaged()  # rows that go by no name
         if damaged:
             _strike_marks(index)
         index.compact()
