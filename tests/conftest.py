@@ -118,3 +118,19 @@ def engine(backbone: Backbone) -> KVPacketEngine:
 def soft_engine(backbone: Backbone, adapter: Adapter) -> KVPacketEngine:
     """The same with soft tokens."""
     return KVPacketEngine(backbone, adapter=adapter, min_match_tokens=4)
+
+
+@pytest.fixture
+def prompter(engine: KVPacketEngine) -> Any:
+    """Makes prompts for vLLM, of packets without soft tokens."""
+    from vllm_samples import prompter_of
+
+    return prompter_of(engine)
+
+
+@pytest.fixture
+def soft_prompter(soft_engine: KVPacketEngine) -> Any:
+    """The same, of packets with them."""
+    from vllm_samples import prompter_of
+
+    return prompter_of(soft_engine)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from conftest import CHUNKS
 from torch.testing import assert_close
-from vllm_samples import messages, prompter_of
+from vllm_samples import messages
 
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import ContextTooLongError, PacketError, PacketMismatchError, PacketMissError, PromptError
@@ -19,16 +19,6 @@ from kvpacket_rag.serving.vllm_layout import Claim, Named, prove, read_claim
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompter
 
 ID = "a" * 64
-
-
-@pytest.fixture
-def prompter(engine: KVPacketEngine) -> VLLMPrompter:
-    return prompter_of(engine)
-
-
-@pytest.fixture
-def soft_prompter(soft_engine: KVPacketEngine) -> VLLMPrompter:
-    return prompter_of(soft_engine)
 
 
 def test_a_prompt_is_preamble_chunks_in_their_soft_tokens_and_question(

@@ -12,23 +12,13 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHUNKS
-from vllm_samples import SCATTERED, bypassing, messages, prompter_of, request
+from vllm_samples import SCATTERED, bypassing, messages, request
 
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import KVPacketError, PacketMismatchError, StoreError, UnsupportedModelError
 from kvpacket_rag.serving.vllm_admit import Admission, Settings, require_same_weights, require_supported
 from kvpacket_rag.serving.vllm_card import ServingCard
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompter
-
-
-@pytest.fixture
-def prompter(engine: KVPacketEngine) -> VLLMPrompter:
-    return prompter_of(engine)
-
-
-@pytest.fixture
-def soft_prompter(soft_engine: KVPacketEngine) -> VLLMPrompter:
-    return prompter_of(soft_engine)
 
 
 def admission(prompter: VLLMPrompter, engine: KVPacketEngine, in_background: bool = False) -> Admission:
