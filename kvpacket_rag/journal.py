@@ -7,7 +7,7 @@ would leave packets that no row names and nobody can delete; what it was about i
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Self
@@ -72,9 +72,9 @@ class OwnerJournal:
         merged = {name: list(dict.fromkeys([*noted.get(name, ()), *ids])) for name, ids in chunk_ids.items()}
         self._write(noted | merged)
 
-    def delete(self, document_id: str) -> None:
+    def delete(self, document_id: str, chunk_ids: Sequence[str]) -> None:
         """Remove a document's rows and packets; cut short, :meth:`finish_deletions` goes on with it."""
-        self.note({document_id: self._index.chunk_ids(document_id, scan=True)})
+        self.note({document_id: chunk_ids})
         self._write({**self._read(_DELETING), document_id: []}, _DELETING)
         self.settle([document_id])
 
@@ -130,7 +130,7 @@ def remove_document(index: PacketIndex, store: PacketStore, document_id: str) ->
     if not chunk_ids and document_id not in journal.documents():
         raise StoreError(f"the index holds no document {document_id!r}; 'kvpacket inspect --documents' lists them")
     journal.finish_deletions()
-    journal.delete(document_id)
+    journal.delete(document_id, chunk_ids)
     if index.chunk_ids(document_id, scan=True):
         raise StoreError(
             f"rows of document {document_id!r} could not be deleted, for the index is damaged; run 'kvpacket check "

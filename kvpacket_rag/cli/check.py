@@ -102,8 +102,8 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
     if repair:
         journal.settle(unsettled)
         for document_id in damaged.values():
-            if index.chunk_ids(document_id):
-                journal.delete(document_id)
+            if chunk_ids := index.chunk_ids(document_id, scan=True):
+                journal.delete(document_id, chunk_ids)
         index.drop_damaged()  # rows that go by no name
         if damaged:
             _strike_marks(index)
