@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,13 +13,15 @@ from typing import Any
 import pytest
 import torch
 from conftest import CHUNKS
-from vllm_samples import SCATTERED, bypassing, messages, request
+from vllm_samples import SCATTERED, PagedCache, bypassing, messages, placed_of, prompter_of, request
 
+from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import KVPacketError, PacketMismatchError, StoreError, UnsupportedModelError
 from kvpacket_rag.serving.vllm_admit import Admission, Settings, require_same_weights, require_supported
 from kvpacket_rag.serving.vllm_card import ServingCard
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompter
+from kvpacket_rag.store import DiskStore, RemoteStore
 
 
 def admission(prompter: VLLMPrompter, engine: KVPacketEngine, in_background: bool = False) -> Admission:
@@ -118,9 +121,46 @@ def test_settings_are_checked_by_name_and_type(tmp_path: Path):
     for given in wrong:
         with pytest.raises(KVPacketError, match="kv_connector_extra_config"):
             Settings.of(given)
+    for given in ({"store": "s3://b/p"}, {"store": "s3://b/p", "cache": "near", "namespace": "n"}):
+        with pytest.raises(KVPacketError, match="object store"):
+            Settings.of({"card": "c", **given})
     with pytest.raises(StoreError, match="no store"):
         Settings("c", str(tmp_path / "nowhere")).open_store()
     assert not (tmp_path / "nowhere").exists()
+
+
+def test_settings_open_the_folder_of_packets_the_cache_of_an_object_store_and_the_store_itself(tmp_path: Path):
+    url = f"file://{tmp_path}/objects"
+    DiskStore(tmp_path / "disk", namespace="them").close()
+    RemoteStore(url, tmp_path / "near").close()
+    kinds = [
+        (Settings("c", str(tmp_path / "disk"), "them"), DiskStore),
+        (Settings("c", str(tmp_path / "near"), cache_bytes=7), RemoteStore),
+        (Settings("c", url, cache=str(tmp_path / "other"), cache_bytes=7), RemoteStore),
+    ]
+    for settings, kind in kinds:
+        with closing(settings.open_store()) as store:
+            assert isinstance(store, kind)
+            if isinstance(store, RemoteStore):
+                disk = store.tiers["disk"]
+                assert store.url.rstrip("/") == url and isinstance(disk, DiskStore) and disk.max_bytes == 7
+
+
+def test_packets_of_an_object_store_are_read_in_the_background_and_may_be_newer_than_what_is_known_here(
+    backbone: Backbone, tmp_path: Path
+):
+    url = f"file://{tmp_path}/objects"
+    here, there = (RemoteStore(url, tmp_path / name) for name in ("here", "there"))
+    prompter = prompter_of(KVPacketEngine(backbone, there, min_match_tokens=4))
+    prompt = prompter.prompt(messages(CHUNKS[:2]))
+    gate = Admission(prompter.card, here, in_background=False)
+    gate.receive(asked := request(prompt))
+    assert gate.offer(asked, 0) == (prompt.packet_tokens, True)
+    cache = PagedCache(KVPacketEngine(backbone, here), SCATTERED)
+    cache.load(placed := placed_of(prompter, prompt))
+    assert cache.at(0, "keys", 0, placed[-1].stop).isfinite().all()
+    for store in (here, there):
+        store.close()
 
 
 def vllm_config(**changed: Any) -> Any:

@@ -24,6 +24,7 @@ from kvpacket_rag.cli import (
     serve,
     train,
     verify,
+    vllm_card,
 )
 from kvpacket_rag.cli import eval as evaluate
 from kvpacket_rag.errors import KVPacketError
@@ -34,6 +35,7 @@ _COMMANDS = {
     "estimate": estimate,
     "ask": ask,
     "serve": serve,
+    "vllm-card": vllm_card,
     "delete": delete,
     "train": train,
     "average": average,

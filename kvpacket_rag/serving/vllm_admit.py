@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any, Self
 
 import torch
 
 from kvpacket_rag.errors import KVPacketError, PacketMismatchError, PromptError, StoreError, UnsupportedModelError
+from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.serving.vllm_card import ServingCard
 from kvpacket_rag.serving.vllm_layout import (
     PlacedPacket,
@@ -24,7 +24,8 @@ from kvpacket_rag.serving.vllm_layout import (
     require_stored,
 )
 from kvpacket_rag.serving.vllm_load import Load, Step
-from kvpacket_rag.store import DiskStore, PacketStore
+from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, is_url
+from kvpacket_rag.store.remote_cache import RemoteCache
 
 logger = logging.getLogger(__name__)
 
@@ -36,16 +37,26 @@ _UNDIVIDED = (
 )
 
 
+TRANSFER_CONFIG = {
+    "kv_connector": "KVPacketConnector",
+    "kv_connector_module_path": "kvpacket_rag.serving.vllm",
+    "kv_role": "kv_both",
+}
+GUARD = "kvpacket_rag.serving.vllm:KVPacketGuard"  # for --logits-processors
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """The connector's ``kv_connector_extra_config``.
 
     Attributes:
         card: file that :meth:`ServingCard.save` wrote.
-        store: folder of the engine's :class:`DiskStore`.
-        namespace: of the store.
+        store: folder of the engine's packets, such as that of its index, or URL of the object store they lie in.
+        namespace: of a folder.
+        cache: folder of this machine for packets of a URL; a folder that is such a cache already needs none.
+        cache_bytes: cap on the packets of an object store that lie on this machine; 0 for none.
         async_load: read packets in a thread beside the model's work; without, a step waits for the packets of its new
-            requests.
+            requests. Packets of an object store are always read so.
         verify_weights: at the start, load the model's files once more to see that they are the packets' model. Takes
             that much memory for that long.
     """
@@ -53,6 +64,8 @@ class Settings:
     card: str
     store: str
     namespace: str = ""
+    cache: str = ""
+    cache_bytes: int = 0
     async_load: bool = False
     verify_weights: bool = True
 
@@ -61,7 +74,7 @@ class Settings:
         """From a mapping.
 
         Raises:
-            KVPacketError: a setting is missing, unknown or of another type.
+            KVPacketError: a setting is missing, unknown or of another type, or has no effect beside the others.
         """
         expected = {name: str(kind) for name, kind in cls.__annotations__.items()}
         wrong = sorted({"card", "store"} - given.keys()) + sorted(given.keys() - expected.keys())
@@ -71,17 +84,39 @@ class Settings:
                 f"kv_connector_extra_config holds {sorted(given)}; expected {expected}, card and store at least "
                 f"(wrong or missing: {', '.join(wrong)})"
             )
-        return cls(**given)
+        settings = cls(**given)
+        if is_url(settings.store) and (settings.namespace or not settings.cache):
+            raise KVPacketError(
+                f"kv_connector_extra_config names the object store {settings.store}; expected with it a folder of this "
+                "machine as cache, and no namespace: the URL is that of the namespace"
+            )
+        return settings
 
-    def open_store(self) -> DiskStore:
+    def transfer_config(self) -> dict[str, Any]:
+        """What vLLM takes as ``--kv-transfer-config``; settings that are the defaults are left out."""
+        defaults = type(self)(self.card, self.store)
+        own = {"card": self.card, "store": self.store}
+        own |= {name: value for name, value in asdict(self).items() if value != getattr(defaults, name)}
+        return {**TRANSFER_CONFIG, "kv_connector_extra_config": own}
+
+    def open_store(self) -> DiskStore | RemoteStore:
         """The store, which has to be there.
 
         Raises:
             StoreError: it is not.
         """
-        if not Path(self.store).expanduser().is_dir():
-            raise StoreError(f"there is no store in {self.store!r}; name the folder in which the engine keeps packets")
-        return DiskStore(self.store, namespace=self.namespace, sweep=False)
+        most = self.cache_bytes or None
+        if is_url(self.store):
+            return RemoteStore(self.store, self.cache, most, sweep=False)
+        folder = namespace_folder(self.store, self.namespace).expanduser()
+        if not folder.is_dir():
+            raise StoreError(f"there is no store in {str(folder)!r}; name the folder in which the engine keeps packets")
+        store = RemoteCache(folder, sweep=False)
+        url = store.url
+        if url is None:
+            return store
+        store.close()
+        return RemoteStore(url, folder, most, sweep=False)
 
 
 def require_supported(config: Any, card: ServingCard) -> None:
@@ -147,13 +182,14 @@ class Admission:
     Args:
         card: of the packets.
         store: where they are.
-        in_background: see :attr:`Load.in_background`.
+        in_background: see :attr:`Load.in_background`; packets of an object store are always read so.
     """
 
     def __init__(self, card: ServingCard, store: PacketStore, in_background: bool) -> None:
         self._card = card
         self._store = store
-        self._in_background = in_background
+        self._is_remote = isinstance(store, RemoteStore)
+        self._in_background = in_background or self._is_remote
         self._placed: dict[str, tuple[PlacedPacket, ...]] = {}
         self._refused: set[str] = set()
         self._loads: list[Load] = []
@@ -180,7 +216,10 @@ class Admission:
         if request.lora_request is not None or request.prompt_token_ids is None:
             raise PromptError("packets fit prompts of token ids to the model itself, without LoRA and embeddings")
         placed = prove(claim, self._card, request.prompt_token_ids, request.cache_salt)
-        require_stored(placed, self._store)
+        if self._is_remote:  # whose packets need not be known here before they are read
+            self._store.revision()  # has what others deleted looked for when that is due
+        else:
+            require_stored(placed, self._store)
         return placed
 
     def offer(self, request: Any, num_computed: int) -> tuple[int, bool]:

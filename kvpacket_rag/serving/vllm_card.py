@@ -109,7 +109,7 @@ class ServingCard:
         except (OSError, ValueError, KeyError, TypeError, AttributeError, PacketError) as error:
             raise StoreError(
                 f"{str(path)!r} is no card of an engine ({type(error).__name__}: {error}); write one with "
-                "ServingCard.of(engine).save(path)"
+                "'kvpacket vllm-card --index DIR --out FILE'"
             ) from error
         if card.plan.digest != signature.rope:
             raise PacketMismatchError(

@@ -22,6 +22,11 @@ class RemoteCache(DiskStore):
     Every row has an owner of its own beside the chunks', so that it outlives its file.
     """
 
+    @property
+    def url(self) -> str | None:
+        """Of the object store whose packets these are; None for those of a store on disk alone."""
+        return self._catalogue.fact(_REMOTE)
+
     def row(self, packet_id: object) -> PacketRow | None:
         """What is known of a packet."""
         return self._catalogue.find(packet_id) if isinstance(packet_id, str) and is_packet_id(packet_id) else None
@@ -99,7 +104,7 @@ class RemoteCache(DiskStore):
         Raises:
             StoreError: the folder is the cache of another object store.
         """
-        noted = self._catalogue.fact(_REMOTE)
+        noted = self.url
         if noted not in (None, url):
             raise StoreError(f"{str(self.folder)!r} is the cache of {noted}, not of {url}; name another folder")
         if noted is None:
