@@ -13,13 +13,13 @@ import numpy as np
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.embed import Embedder
 from kvpacket_rag.engine import KVPacketEngine
-from kvpacket_rag.errors import PacketMismatchError, StoreError
+from kvpacket_rag.errors import PacketMismatchError, PacketNotFoundError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.models import resolve_model
-from kvpacket_rag.owners import name_new
+from kvpacket_rag.owners import knows_packets, name_new
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.shipped import is_shipped
-from kvpacket_rag.store import DiskStore, RemoteStore, open_store
+from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, open_store
 
 ADAPTER_FILE = "adapter.safetensors"
 _DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -30,16 +30,18 @@ _LIKE = 0.5  # cosine: vectors of a text with and without its metadata are neare
 
 
 class Origin:
-    """Model, dtype, adapter, embedder and chunk size of an index.
+    """Model, dtype, adapter, embedder and chunk size of an index, and where its packets lie.
 
     Args:
         index: keeps them as settings.
-        folder: of the index; holds a copy of the adapter, so that moving files about does not part the two.
+        folder: of the index; holds a copy of the adapter, so that moving files about does not part the two. None for
+            memory.
     """
 
-    def __init__(self, index: PacketIndex, folder: Path) -> None:
+    def __init__(self, index: PacketIndex, folder: Path | None) -> None:
         self._index = index
         self._folder = folder
+        self._name = f"the index in {folder}" if folder else "the index in memory"
 
     @property
     def embedder(self) -> str:
@@ -64,7 +66,7 @@ class Origin:
         """
         if not self.knows_embedder:
             raise StoreError(
-                f"the index in {self._folder} does not say which embedding model its vectors are of, for it was filled "
+                f"{self._name} does not say which embedding model its vectors are of, for it was filled "
                 "through a framework that embeds by itself; name that model with --embedder NAME, or embedder=NAME "
                 f"in Python ({_DEFAULT_EMBEDDER} for those of KVPacketEmbedding)"
             )
@@ -89,12 +91,12 @@ class Origin:
                 return
             found = f"and its own have a cosine of {likeness:.2f} for the same texts"
         raise StoreError(
-            f"the vectors of the index in {self._folder} are not of the embedder {embedder.name!r}: they {found}; "
+            f"the vectors of {self._name} are not of the embedder {embedder.name!r}: they {found}; "
             "name the embedding model that the index was filled with"
         )
 
     def load_engine(self, model: str | None, options: Mapping[str, Any], keep_adapter: bool = False) -> KVPacketEngine:
-        """The engine over the folder's packets; model, dtype and adapter of the index where none is asked for.
+        """The engine over the index's packets; model, dtype and adapter of the index where none is asked for.
 
         Args:
             model: short name, path or hub name.
@@ -112,17 +114,19 @@ class Origin:
             if sink := self._index.get_setting("sink"):
                 chosen["sink"] = int(sink)
             if self._index.get_setting("adapter"):
-                chosen["adapter"] = Adapter.load(self._folder / ADAPTER_FILE)
+                chosen["adapter"] = Adapter.load(self._require_folder() / ADAPTER_FILE)
         for name in ("compress", "quantize"):
             chosen[name] = self._index.get_setting(name) or None
         model = model or self._index.get_setting("model") or _DEFAULT_MODEL
         if resolve_model(model) == (folder := Path(model).expanduser()):
             model = str(folder.absolute())  # to be found from any working folder later
         try:
-            return KVPacketEngine.load(model, **(chosen | options))
+            engine = KVPacketEngine.load(model, **(chosen | options))
+            self._note_place(store)
         except BaseException:
             store.close()
             raise
+        return engine
 
     def open_packets(self, remote: str | None = None, cache_bytes: int | None = None) -> DiskStore | RemoteStore:
         """The packets of the index: in its folder, or in the object store that it was built with.
@@ -131,13 +135,14 @@ class Origin:
             remote: URL of an object store for an index that has none yet.
             cache_bytes: cap on the packets that lie in the folder.
         """
-        return open_store(self._folder, remote or self._index.get_setting("remote"), cache_bytes)
+        return open_store(self._require_folder(), remote or self._index.get_setting("remote"), cache_bytes)
 
-    def check(self, engine: KVPacketEngine, embedder: str, reencode: bool) -> bool:
-        """Whether the packets have to be made anew, which is only said if ``reencode`` allows it.
+    def check(self, engine: KVPacketEngine, embedder: str, reencode: bool = False) -> bool:
+        """Whether packets have to be made anew, all or the lost ones, which is only said if ``reencode`` allows it.
 
         Raises:
-            PacketMismatchError: they have to, and may not.
+            PacketMismatchError: they have to, for they are of another model, adapter or dtype, and may not.
+            PacketNotFoundError: the engine's store knows none of them, and they may not be made anew.
             StoreError: the vectors are of another embedder.
         """
         if not len(self._index):
@@ -145,33 +150,55 @@ class Origin:
         known = self._index.get_setting("embedder")
         if known and known != embedder:
             raise StoreError(
-                f"the index in {self._folder} was built with the embedder {known!r}, not {embedder!r}; "
+                f"{self._name} was built with the embedder {known!r}, not {embedder!r}; "
                 "open it with the former, or ingest the documents into a new folder"
             )
         written = self._index.get_setting("signature")
-        if written is None or written == engine.signature.to_json():
-            return False
-        if not reencode:
-            raise PacketMismatchError(self._difference(written, engine))
-        return True
+        if written not in (None, engine.signature.to_json()):
+            if not reencode:
+                raise PacketMismatchError(self._difference(str(written), engine))
+            return True
+        if reencode:
+            present = {known.packet_id for known in engine.store.known(engine.signature)}
+            return any(name not in present for _, name in self._index.rows())
+        if not knows_packets(self._index, engine.store, engine.signature):
+            raise PacketNotFoundError(
+                f"{self._name} holds {len(self._index)} chunks, but the engine's store has none of their packets; load "
+                f"the engine over the store in which they are, or {self._remedy}"
+            )
+        return False
 
     def begin_reencoding(self, engine: KVPacketEngine) -> None:
         """Note where it is to lead, and that nobody may answer from this index until it is done."""
         self._set({"signature": _UNFINISHED, **self._facts(engine)})
+        self._note_place(engine.store)
 
-    def write(self, engine: KVPacketEngine, embedder: str, chunk_tokens: int) -> None:
-        """Note what the index is built with from here on; of rows that another framework made, only the packets."""
-        if isinstance(engine.store, RemoteStore):
-            name_new(self._index)
-        own = {"embedder": embedder, "chunk_tokens": str(chunk_tokens)} if self.knows_embedder else {}
+    def write(
+        self, engine: KVPacketEngine, embedder: str, chunk_tokens: int | None = None, store: PacketStore | None = None
+    ) -> None:
+        """Note what the index is built with from here on; of rows that another framework made, only the packets.
+
+        Args:
+            engine: that made the packets.
+            embedder: name of the embedding model.
+            chunk_tokens: most tokens of a chunk; None to say nothing of it.
+            store: where the packets of a new index are to be; the engine's by default.
+        """
+        if not len(self._index):
+            self._note_place(engine.store if store is None else store)
+        own = {"embedder": embedder} if self.knows_embedder else {}
+        if own and chunk_tokens is not None:
+            own["chunk_tokens"] = str(chunk_tokens)
         self._set({**self._facts(engine), **own, "signature": engine.signature.to_json()})
 
     def _facts(self, engine: KVPacketEngine) -> dict[str, str]:
-        adapter, file = engine.encoder.adapter, self._folder / ADAPTER_FILE
-        if adapter.is_empty:
-            file.unlink(missing_ok=True)
-        elif self._index.get_setting("adapter") != adapter.digest or not file.is_file():
-            adapter.save(file)
+        adapter = engine.encoder.adapter
+        if self._folder is not None:
+            file = self._folder / ADAPTER_FILE
+            if adapter.is_empty:
+                file.unlink(missing_ok=True)
+            elif self._index.get_setting("adapter") != adapter.digest or not file.is_file():
+                adapter.save(file)
         digest = "" if adapter.is_empty else adapter.digest
         sink = str(len(engine.encoder.sink_ids))
         reduction = engine.encoder.reduction
@@ -182,19 +209,33 @@ class Origin:
             "sink": sink,
             "compress": str(reduction.compression or ""),
             "quantize": reduction.scheme.name if reduction.scheme else "",
-            "remote": engine.store.url if isinstance(engine.store, RemoteStore) else "",
         }
+
+    def _note_place(self, store: PacketStore) -> None:
+        """Note the object store in which the index's packets are from here on, if it is one."""
+        if isinstance(store, RemoteStore):
+            name_new(self._index)
+        self._set({"remote": store.url if isinstance(store, RemoteStore) else ""})
 
     def _set(self, settings: Mapping[str, str]) -> None:
         for key, value in settings.items():
-            if self._index.get_setting(key) != value:
+            if (self._index.get_setting(key) or "") != value:
                 self._index.set_setting(key, value)
 
-    def _difference(self, written: str, engine: KVPacketEngine) -> str:
+    def _require_folder(self) -> Path:
+        assert self._folder is not None  # an index in memory has no packets to be opened
+        return self._folder
+
+    @property
+    def _remedy(self) -> str:
+        """How to encode every chunk again; on the command line it may take more options."""
         command = f"kvpacket ingest --reencode --index {shlex.quote(str(self._folder))}"
-        remedy = "make its packets anew, in Python by reencode=True, else by: "
+        return f"make its packets anew, in Python by reencode=True{f', else by: {command}' if self._folder else ''}"
+
+    def _difference(self, written: str, engine: KVPacketEngine) -> str:
+        command = self._remedy
         if written == _UNFINISHED:
-            return f"encoding the index in {self._folder} again was interrupted; to finish, {remedy}{command}"
+            return f"encoding {self._name} again was interrupted; to finish, {command}"
         found, ours = PacketSignature.from_json(written), engine.signature
         names = ours.differing(found)
         model, adapter = self._index.get_setting("model"), engine.encoder.adapter
@@ -212,9 +253,9 @@ class Origin:
         if "quantization" in names:
             command += f" --quantize {reduction.scheme.name if reduction.scheme else 'none'}"
         return (
-            f"the index in {self._folder} holds packets of model {model!r} in {found.dtype} with {made_with}, which "
+            f"{self._name} holds packets of model {model!r} in {found.dtype} with {made_with}, which "
             f"{engine.model_name!r} in {ours.dtype} with {adapter.label} cannot read: {ours.difference(found)}; "
-            f"open it as it was made, without naming a model, dtype or adapter, or {remedy}{command}"
+            f"open it as it was made, without naming a model, dtype or adapter, or {command}"
         )
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import uuid
 from collections.abc import Iterable
 from contextlib import suppress
+from itertools import islice
 from pathlib import Path
 
 from kvpacket_rag.errors import PacketNotFoundError, StoreError
@@ -17,6 +18,7 @@ from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, TieredStore
 
 UNOWNED = "is_copy"  # setting of an index: in the store at hand, its rows may own no packets yet
+_LOOKED_UP = 16  # packets, before all that a store knows are read
 _PREFIX = "owner_prefix"
 _PREFIX_ELSEWHERE = "owner_prefix_elsewhere"  # in stores that are not the index's own
 _FOLDER = "owner_folder"  # where the index lay when that was made: a copy has the setting too, and lies elsewhere
@@ -27,6 +29,13 @@ def owner_names(index: PacketIndex, store: PacketStore, chunk_ids: Iterable[str]
     own = _has_own(index, store)
     prefix = (not own and index.get_setting(_PREFIX_ELSEWHERE)) or index.get_setting(_PREFIX) or ""
     return [prefix + chunk_id for chunk_id in chunk_ids]
+
+
+def claim(index: PacketIndex, store: PacketStore) -> None:
+    """Give an index names that no other index over the store has, and its rows their packets under these."""
+    claim_names(index, store)
+    if index.get_setting(UNOWNED):
+        adopt(index, store)
 
 
 def claim_names(index: PacketIndex, store: PacketStore) -> None:
@@ -73,6 +82,8 @@ def add_owners(store: PacketStore, packets: Iterable[str], owners: Iterable[str]
 
 def knows_packets(index: PacketIndex, store: PacketStore, signature: PacketSignature) -> bool:
     """Whether a store knows a packet of an index with rows, be it an evicted one."""
+    if any(packet in store for _, packet in islice(index.rows(), _LOOKED_UP)):
+        return True
     names = {packet for _, packet in index.rows()}
     return any(known.packet_id in names for known in store.known(signature))
 

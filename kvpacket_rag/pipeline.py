@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import AbstractContextManager, ExitStack, suppress
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -21,11 +21,13 @@ from kvpacket_rag.engine import KVPacketEngine, Policy
 from kvpacket_rag.errors import PacketMismatchError, PromptError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.ingest import Ingester, PacketWorkers
-from kvpacket_rag.journal import OwnerJournal, change_lock
+from kvpacket_rag.journal import change_lock
 from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.nearest import Kind
+from kvpacket_rag.opening import join
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.progress import IngestReport, OnProgress
+from kvpacket_rag.reading import Reuse
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,6 +46,8 @@ class RetrievedAnswer:
 class KVPacketRAG:
     """An index of documents and the engine that answers from it.
 
+    Several indexes may share an engine, see :mod:`kvpacket_rag.owners`.
+
     Args:
         engine: model and packet store.
         index: embeddings beside packet ids.
@@ -53,6 +57,11 @@ class KVPacketRAG:
 
     Attributes:
         reencoded: what :meth:`open` encoded again; None if it had no need to.
+
+    Raises:
+        PacketMismatchError: the packets were made by another model, adapter or dtype.
+        PacketNotFoundError: the engine's store knows none of the index's packets.
+        StoreError: the index was built with another embedder.
 
     Example:
         >>> with KVPacketRAG.open("library") as rag:               # doctest: +SKIP
@@ -74,6 +83,7 @@ class KVPacketRAG:
         self.chunk_tokens = chunk_tokens
         self.reencoded: IngestReport | None = None
         self._ingester = Ingester(engine, index, embedder, chunk_tokens, lock)
+        join(engine, index, embedder, chunk_tokens, lock)
 
     @classmethod
     def open(
@@ -103,7 +113,7 @@ class KVPacketRAG:
             chunk_tokens: most tokens of a chunk, 256 by default; what is stored keeps its size until it
                 is added again.
             kind: of search: ``"flat"`` is exact, ``"hnsw"`` approximate on large indexes.
-            reencode: when model, adapter or dtype changed, encode every chunk again.
+            reencode: when model, adapter or dtype changed, encode every chunk again; when packets are lost, those.
             namespace: whose index it is; each has one of its own below ``folder``, see
                 :func:`~kvpacket_rag.namespace.namespace_folder`.
             remote: URL of an object store for the packets, such as ``s3://bucket/packets``, of which the folder keeps
@@ -116,6 +126,7 @@ class KVPacketRAG:
 
         Raises:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
+            PacketNotFoundError: none of the packets are in the folder or at its URL any more.
             StoreError: the folder is no index, or was built with another embedder.
         """
         folder = namespace_folder(folder, namespace).expanduser().absolute()
@@ -130,19 +141,20 @@ class KVPacketRAG:
                 origin.require_embedder()
             engine = origin.load_engine(model, engine_options, keep_adapter=not reencode)
             undo.callback(engine.close)
-            with suppress(StoreError):  # where it cannot be written now, the next change does it
-                OwnerJournal(index, engine.store).finish_deletions(change_lock(folder))
             if embedder is None or isinstance(embedder, str):
                 embedder = SentenceTransformerEmbedder(embedder or origin.embedder)
-            origin.check_vectors(embedder)
             if chunk_tokens is None:
                 chunk_tokens = origin.chunk_tokens
-            rag = cls(engine, index, embedder, chunk_tokens, change_lock(folder))
+            lock, reencoded = change_lock(folder), None
             if origin.check(engine, embedder.name, reencode):
-                rag._ingester.require_fit()
+                origin.check_vectors(embedder)
+                ingester = Ingester(engine, index, embedder, chunk_tokens, lock)
+                ingester.require_fit()
                 origin.begin_reencoding(engine)
-                rag.reencoded = rag._ingester.reencode(progress)
-            origin.write(engine, embedder.name, rag.chunk_tokens)
+                reencoded = ingester.reencode(progress)
+                origin.write(engine, embedder.name, chunk_tokens)
+            rag = cls(engine, index, embedder, chunk_tokens, lock)
+            rag.reencoded = reencoded
             undo.pop_all()
         return rag
 
@@ -217,7 +229,8 @@ class KVPacketRAG:
     ) -> tuple[AnswerStream, tuple[Hit, ...]]:
         """Retrieve, and answer piece by piece; see :meth:`ask`."""
         hits = self.retrieve(question, k)
-        return self.engine.stream(self.messages(question, hits), settings, policy=policy), hits
+        reuse = Reuse(hints=tuple(hit.packet_id for hit in hits))  # so that one whose packet is lost is a miss
+        return self.engine.stream(self.messages(question, hits), settings, policy=policy, reuse=reuse), hits
 
     def close(self) -> None:
         """Close index and store."""

@@ -23,10 +23,10 @@ def test_an_index_of_unknown_vectors_is_compared_and_never_given_a_name(backbone
     names = engine.encode(CHUNKS, [str(n) for n in range(4)])
     vectors = np.array(WordEmbeddings().embed_documents(CHUNKS), np.float32)
     index.add([Chunk(str(n), text) for n, text in enumerate(CHUNKS)], vectors, names)
-    ChunkLibrary(engine, index, LangChainEmbedder(WordEmbeddings()), tmp_path)
+    ChunkLibrary(engine, index, LangChainEmbedder(WordEmbeddings()))
     assert index.get_setting("embedder") is None
     with pytest.raises(StoreError, match="not of the embedder"):
-        ChunkLibrary(engine, index, LangChainEmbedder(DeterministicFakeEmbedding(size=vectors.shape[1])), tmp_path)
+        ChunkLibrary(engine, index, LangChainEmbedder(DeterministicFakeEmbedding(size=vectors.shape[1])))
 
 
 def test_an_id_that_looks_like_a_passing_owner_keeps_its_packet(engine: KVPacketEngine):
@@ -82,5 +82,5 @@ def test_an_index_without_its_packets_is_refused(backbone: Backbone, tmp_path: P
     folder = filled(backbone, tmp_path / "one", CHUNKS[0])
     engine = KVPacketEngine(backbone)
     engine.encode(CHUNKS[1:])
-    with pytest.raises(PacketNotFoundError, match="holds 1 texts, but the engine's store has none of their packets"):
+    with pytest.raises(PacketNotFoundError, match="holds 1 chunks, but the engine's store has none of their packets"):
         KVPacketVectorStore(WordEmbeddings(), engine, PacketIndex.open(folder))

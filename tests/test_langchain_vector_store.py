@@ -258,7 +258,7 @@ def test_an_index_of_another_model_or_embeddings_is_refused(
     KVPacketVectorStore(store.embeddings, store.engine, index).add_documents(documents())
     with pytest.raises(PacketMismatchError, match="adapter"):
         KVPacketVectorStore(store.embeddings, soft_engine, index)
-    with pytest.raises(StoreError, match=r"built with the embeddings 'WordEmbeddings', these are 'Determ"):
+    with pytest.raises(StoreError, match=r"built with the embedder 'WordEmbeddings', not 'Determ"):
         KVPacketVectorStore(DeterministicFakeEmbedding(size=8), store.engine, index)
     index.close()
 

@@ -74,7 +74,7 @@ def test_another_adapter_is_told_apart_and_can_be_encoded_for(backbone: Backbone
 
 def test_an_engine_without_the_packets_is_told_apart(engine: KVPacketEngine, backbone: Backbone, tmp_path: Path):
     KVPacketVectorStore(engine, tmp_path).add(nodes())
-    with pytest.raises(PacketNotFoundError, match="holds 4 nodes"):
+    with pytest.raises(PacketNotFoundError, match="holds 4 chunks"):
         KVPacketVectorStore(KVPacketEngine(backbone), tmp_path)
     fresh = KVPacketEngine(backbone)
     KVPacketVectorStore(fresh, tmp_path, reencode=True)

@@ -10,8 +10,11 @@ from langchain_core.embeddings import Embeddings
 
 from kvpacket_rag import KVPacketEngine, StoreError
 
-# Options of an engine for an index in a folder, which says itself where the packets are.
-LOADING = tuple(inspect.signature(KVPacketEngine.load).parameters.keys() - {"model", "store"})
+# Options of an engine for an index in a folder, which says itself where the packets are; and of such an index.
+LOADING = tuple(
+    {*inspect.signature(KVPacketEngine.load).parameters, "remote", "cache_bytes", "namespace", "kind"}
+    - {"model", "store"}
+)
 # Of other kinds of search, which retrievers pass to all; and what LangChain's index() passes while adding.
 _HARMLESS = ("fetch_k", "lambda_mult", "score_threshold", "batch_size")
 

@@ -17,13 +17,12 @@ from kvpacket_rag import (
     Embedder,
     KVPacketEngine,
     PacketIndex,
-    PacketNotFoundError,
-    PacketSignature,
     StoreError,
 )
 from kvpacket_rag.journal import change_lock
+from kvpacket_rag.opening import join
 from kvpacket_rag.origin import Origin
-from kvpacket_rag.owners import UNOWNED, adopt, claim_names, knows_packets, owner_names
+from kvpacket_rag.owners import owner_names
 from langchain_kvpacket.retrieved import RETRIEVED
 
 _PAGE = 64  # chunks copied at a time
@@ -41,29 +40,19 @@ class ChunkLibrary:
         engine: makes and keeps the packets.
         index: of rows and vectors.
         embedder: the one the index was built with.
-        folder: of the index and of its packets, where processes take turns; None if the engine's store may serve other
-            indexes too.
 
     Raises:
         PacketMismatchError: the index's packets are of another model, adapter or dtype.
-        PacketNotFoundError: no folder is given, and the engine's store knows none of them.
+        PacketNotFoundError: the engine's store knows none of them.
         StoreError: its vectors are of other embeddings.
     """
 
-    def __init__(
-        self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder, folder: str | Path | None = None
-    ) -> None:
+    def __init__(self, engine: KVPacketEngine, index: PacketIndex, embedder: Embedder) -> None:
         self.engine = engine
         self.index = index
         self.embedder = embedder
-        self._folder = Path(folder or ".")
-        self._claim(index)
-        if folder is None:
-            self._require_packets()
-        claim_names(index, engine.store)
-        if index.get_setting(UNOWNED):
-            adopt(index, engine.store)
-        self._processes = None if folder is None else change_lock(folder)
+        self._processes = change_lock(index.folder) if index.folder else None
+        join(engine, index, embedder, lock=self._processes)
         with _making:
             self._threads = _turns.setdefault(index, threading.RLock())
 
@@ -119,7 +108,7 @@ class ChunkLibrary:
         try:
             if len(index):
                 raise StoreError(f"the index in {folder} holds {len(index)} texts already; save into an empty folder")
-            self._claim(index)
+            Origin(index, index.folder).write(self.engine, self.embedder.name, store=packets)
             rows = [chunk for chunk, _ in self.index.rows()]
             for start in range(0, len(rows), _PAGE):
                 self._copy(rows[start : start + _PAGE], index, packets)
@@ -140,35 +129,6 @@ class ChunkLibrary:
         """Inside the ``with`` block no other thread, nor process of the same folder, changes rows and owners."""
         with self._threads, self._processes or nullcontext():
             yield
-
-    def _claim(self, index: PacketIndex) -> None:
-        """Refuse an index that was built with something else; write into a new one what it is built with."""
-        signature, name = self.engine.signature, self.embedder.name
-        if stored := index.get_setting("signature"):
-            signature.require(PacketSignature.from_json(stored), "any of the index")
-        if index.get_setting("embedder") not in (None, "", name):
-            raise StoreError(
-                f"the index was built with the embeddings {index.get_setting('embedder')!r}, these are {name!r}; pass "
-                "the former, or add the texts to a new index"
-            )
-        origin = Origin(index, self._folder)
-        origin.check_vectors(self.embedder)
-        facts = {"signature": signature.to_json(), "dtype": signature.dtype, "model": self.engine.model_name}
-        if origin.knows_embedder:  # vectors that another framework made keep their silence
-            facts["embedder"] = name
-        for key, value in facts.items():
-            if not index.get_setting(key):
-                index.set_setting(key, value)
-
-    def _require_packets(self) -> None:
-        """Refuse an engine whose store is another than that of the index."""
-        index, engine = self.index, self.engine
-        if len(index) and not knows_packets(index, engine.store, engine.signature):
-            raise PacketNotFoundError(
-                f"the index holds {len(index)} texts, but the engine's store has none of their packets; load the "
-                "engine with the store that was used when the texts were added, or open the index's folder with "
-                "KVPacketVectorStore.open"
-            )
 
     def _embed(self, chunks: Sequence[Chunk], old: Mapping[str, Chunk]) -> npt.NDArray[np.float32]:
         """(n, dim); a text that is stored under its id keeps its vector."""

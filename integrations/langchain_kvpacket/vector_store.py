@@ -99,20 +99,21 @@ class KVPacketVectorStore(VectorStore):
             folder: of rows, vectors and packets; ``kvpacket ingest --index`` makes such folders too.
             embedding: None for the model the index was built with, all-MiniLM-L6-v2 at first.
             model: None for the one the index was built with.
-            reencode: make all packets anew if model, adapter or dtype changed.
-            engine_options: adapter, device, dtype, min_match_tokens and more; see KVPacketEngine.load.
+            reencode: make all packets anew if model, adapter or dtype changed, and those that are lost.
+            engine_options: adapter, device, dtype, min_match_tokens and more, see KVPacketEngine.load; and remote,
+                cache_bytes, namespace and kind, see KVPacketRAG.open. An index whose packets lie at a URL says so.
 
         Raises:
             PacketMismatchError: the packets were made by another model, adapter or dtype.
+            PacketNotFoundError: none of them are in the folder or at its URL any more.
             StoreError: the folder is no index, or was built with other embeddings.
         """
         embedder = LangChainEmbedder(require_embeddings(embedding)) if embedding is not None else None
         folder = local_path(folder).expanduser().absolute()
         known_options("open", engine_options, LOADING)
         rag = KVPacketRAG.open(folder, model, embedder=embedder, reencode=reencode, **engine_options)
-        library = ChunkLibrary(rag.engine, rag.index, rag.embedder, folder)
         store = cls(embedding or KVPacketEmbeddings(embedder=rag.embedder), rag.engine, rag.index)
-        store._library, store._own_engine = library, True
+        store._own_engine = True
         return store
 
     @classmethod

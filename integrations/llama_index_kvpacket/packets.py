@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -12,13 +12,13 @@ from llama_index.core.schema import BaseNode, MetadataMode
 from kvpacket_rag import (
     Chunk,
     KVPacketEngine,
+    KVPacketError,
     PacketIndex,
     PacketMismatchError,
-    PacketNotFoundError,
     StoreError,
 )
 from kvpacket_rag.origin import Origin
-from kvpacket_rag.owners import UNOWNED, knows_packets
+from kvpacket_rag.owners import UNOWNED
 from llama_index_kvpacket.embedding import embedder_of
 from llama_index_kvpacket.leftovers import Leftovers
 from llama_index_kvpacket.loading import DEFAULT_MODEL, REDUCTION, for_transformers, load, resolve
@@ -30,7 +30,7 @@ Progress = Callable[[int, int], None]
 TEXT_KEY = "packet_text_key"
 EMBEDDER = "embedder"  # as the package's own pipeline names the setting
 LOADING = "model_name adapter device device_map dtype model_kwargs tokenizer_kwargs min_match_tokens".split()
-LOADING += REDUCTION
+LOADING += [*REDUCTION, "remote", "cache_bytes"]
 _BATCH_CHUNKS = 64
 
 
@@ -60,7 +60,7 @@ class NodePackets:
         self.text_key = (index.get_setting(TEXT_KEY) or "") if text_key is None else text_key
         self.leftovers = Leftovers(engine)
         self.ownership = Ownership(index, engine.store, self.packet_of, folder)
-        self._origin = Origin(index, folder) if folder else None
+        self._origin = Origin(index, folder)
         self._progress = progress
 
     def text_of(self, chunk: Chunk) -> str:
@@ -83,12 +83,10 @@ class NodePackets:
             StoreError: they were made of another text of the nodes.
         """
         if len(self.index) and self._is_stale(reencode):
-            self._begin()
-            self._reencode(set())
-        elif len(self.index) and reencode:
-            self._reencode({known.packet_id for known in self.engine.store.known(self.engine.signature)})
+            self._origin.begin_reencoding(self.engine)
+            self._reencode()
         if self.index.get_setting("signature") != self.engine.signature.to_json():
-            self._begin()
+            self._origin.begin_reencoding(self.engine)
             self.index.set_setting(TEXT_KEY, self.text_key)
             self.index.set_setting("signature", self.engine.signature.to_json())
         if reencode or self.index.get_setting(UNOWNED):
@@ -149,23 +147,11 @@ class NodePackets:
                 f"the packets of this index are made of {built_with or 'the text'!r} of its nodes, not of "
                 f"{self.text_key or 'the text'!r}; leave packet_text_key out, or pass reencode=True"
             )
-        if self._origin and self._origin.check(self.engine, self._origin.embedder, reencode):
-            return True
-        if not reencode and not knows_packets(self.index, self.engine.store, self.engine.signature):
-            raise PacketNotFoundError(
-                f"the index holds {len(self.index)} nodes, but the engine's store has none of their packets; load "
-                "the engine with the store that was used when the nodes were added, or pass reencode=True"
-            )
-        return built_with != self.text_key
+        return self._origin.check(self.engine, self._origin.embedder, reencode) or built_with != self.text_key
 
-    def _begin(self) -> None:
-        """From here on, nobody may answer from the index, until its signature is that of the engine."""
-        if self._origin:
-            self._origin.begin_reencoding(self.engine)
-
-    def _reencode(self, known: Container[str]) -> None:
-        """Give every row whose packet is not among the known ones a packet of this engine."""
-        rows = [chunk for chunk, packet in self.index.rows() if packet not in known]
+    def _reencode(self) -> None:
+        """Give every row a packet of this engine; those that are there cost nothing."""
+        rows = [chunk for chunk, _ in self.index.rows()]
         # All of them fit the model's window, or none is touched.
         wanted = (self.engine.encoder.identify(self.text_of(chunk)) for chunk in rows)
         left = {name: len(ids) for name, ids in wanted if name not in self.engine.store}
@@ -186,13 +172,19 @@ class NodePackets:
 
 
 def load_engine(index: PacketIndex, folder: Path | None, loading: Mapping[str, Any]) -> KVPacketEngine:
-    """An engine over the packets in an index's folder: as the index was built, where nothing else is asked for."""
+    """An engine over an index's packets, in its folder or at its URL: as it was built, where nothing else is asked for.
+
+    Raises:
+        KVPacketError: a loading argument that cannot have its effect.
+    """
     options = resolve(loading, has_model=False, has_tokenizer=False)
     name = options.pop("model_name", None)
-    if folder is None or not index.get_setting("signature"):
-        return load(name or DEFAULT_MODEL, {**options, "store": folder})
+    if folder is None and {"remote", "cache_bytes"} & options.keys():
+        raise KVPacketError("remote and cache_bytes are of an index in a folder; pass its path, too")
+    if folder is None:
+        return load(name or DEFAULT_MODEL, options)
     options["device"] = options.pop("device_map")
     options["model_kwargs"], options["tokenizer_kwargs"] = for_transformers(options)
-    if options["dtype"] == "auto":
+    if options["dtype"] == "auto" and index.get_setting("dtype"):
         del options["dtype"]
     return Origin(index, folder).load_engine(name, options, keep_adapter=True)

@@ -22,8 +22,9 @@ from llama_index.core.vector_stores.types import (
     VectorStoreQueryResult,
 )
 
-from kvpacket_rag import Chunk, DiskStore, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
+from kvpacket_rag import Chunk, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
 from kvpacket_rag.namespace import local_path
+from kvpacket_rag.store import DiskStore, RemoteStore
 from llama_index_kvpacket.nodes import matches, query_filter, require_nodes, to_chunk, to_node
 from llama_index_kvpacket.packets import LOADING, NodePackets, load_engine
 from llama_index_kvpacket.parameters import require_engine, require_known, require_names
@@ -37,21 +38,22 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     """Nodes with their embeddings, each node's text encoded into a packet when it is added.
 
     Deleting a node deletes its packet when no other node has the same text, in this store or in another one over
-    the same engine. Nodes without text are left out: there is nothing in them to answer from. All methods may be
-    called from many threads, and processes that share a folder take turns to change it.
+    the same engine. Nodes without text are left out. All methods may be called from many threads, and processes that
+    share a folder take turns to change it.
 
     Args:
         engine: encodes, and keeps the packets in its store; loaded by name if left out.
         path: folder of the index, which :class:`~kvpacket_rag.PacketIndex` describes; None for memory. An
-            engine that is loaded here keeps its packets in the same folder.
+            engine that is loaded here keeps its packets there too, or at the URL that the index was built with.
         kind: ``"flat"`` searches exactly, ``"hnsw"`` approximately once there are many nodes.
         packet_text_key: metadata key of the text that prompts will hold in place of the node's own, such as
             ``"window"`` for a ``SentenceWindowNodeParser`` with a ``MetadataReplacementPostProcessor``: packets are
             made of it. None for what a stored index was built with, ``""`` for the node's own text.
         reencode: encode the chunks of a stored index anew if this engine has no packets of them.
         progress: called with tokens done and tokens in all while nodes are encoded.
-        loading: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``model_kwargs``, ``tokenizer_kwargs``,
-            ``min_match_tokens``, ``quantize`` and ``compress`` of an engine to be loaded.
+        loading: of an engine to be loaded: ``model_name``, ``adapter``, ``device_map``, ``dtype``, ``model_kwargs``,
+            ``tokenizer_kwargs``, ``min_match_tokens``, ``quantize``, ``compress``; and as of ``KVPacketRAG.open``
+            ``remote`` and ``cache_bytes``.
 
     Raises:
         PacketMismatchError: the index was built with another model, adapter or dtype.
@@ -121,8 +123,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         also where an index without its docstore takes it for new. Else they are added, as in any vector store, but a
         piece of the same document that this object found stored does not stand twice.
 
-        Returns:
-            The ids of the nodes.
+        Returns the ids of the nodes.
 
         Raises:
             DocumentError: a node has no embedding, or more text than the model's window. None was stored.
@@ -233,7 +234,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         require_local(fs)
         pointer = local_path(persist_path)
         folder = self._packets.folder or pointer.with_suffix(".kvpacket")
-        if not self._packets.folder or not isinstance(self.engine.store, DiskStore):
+        if not self._packets.folder or not isinstance(self.engine.store, DiskStore | RemoteStore):
             copy_to(folder, self._packets)
         write_pointer(pointer, folder)
 
