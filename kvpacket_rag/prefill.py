@@ -22,7 +22,7 @@ from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import ContextTooLongError, DeviceError, PromptError
 from kvpacket_rag.loading import Loaded, PacketLoader, ids_of
 from kvpacket_rag.parts import Part
-from kvpacket_rag.preamble import Preambles
+from kvpacket_rag.preamble import Preambles, pieces
 from kvpacket_rag.runner import BoundContext
 from kvpacket_rag.store import PacketStore
 
@@ -175,7 +175,7 @@ class Prefiller:
         bound = self._backbone.bind(context)
         rest = texts
         if preamble is not None and is_fresh:  # read alone, so that rounding is the same when it is kept
-            self._read(bound, texts[:1], sparing)
+            self._read_preamble(bound, *texts[0], sparing)
             rest = texts[1:]
         logits = self._read(bound, rest, sparing)
         context.filled = filled
@@ -196,12 +196,13 @@ class Prefiller:
         return part.packet_id or tuple(ids_of(self._backbone, part))
 
     def _find_preamble(self, parts: list[Part]) -> list[int] | None:
-        """Take text before the first packet from an earlier prompt; its tokens where no earlier one had it."""
+        """Take text before the first packet, or its beginning, from an earlier prompt; its tokens if some are new."""
         if len(parts) < 2 or parts[0].packet or not parts[1].packet:
             return None
         ids = ids_of(self._backbone, parts[0])
-        parts[0] = replace(parts[0], packet=self._preambles.find(ids))
-        return None if parts[0].packet else ids
+        found = self._preambles.find(ids)
+        parts[0] = replace(parts[0], packet=found)
+        return None if found is not None and found.num_tokens == len(ids) else ids
 
     def _lay_out(self, parts: list[Part], context: Context) -> tuple[list[tuple[Span, list[int]]], tuple[Filled, ...]]:
         """Write packets into the context and reserve room for text, behind what it is filled with already.
@@ -215,13 +216,22 @@ class Prefiller:
         texts: list[tuple[Span, list[int]]] = []
         filled, context.filled = list(context.filled), ()
         for part in parts[len(filled) :]:
+            ids = [] if part.packet and part.packet_id else ids_of(self._backbone, part)
             if part.packet:
                 context.place(part.packet)
+                ids = ids[part.packet.num_tokens :]
                 part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
-            else:
-                texts.append((context.reserve(part.num_tokens), ids_of(self._backbone, part)))
+            if ids:
+                texts.append((context.reserve(len(ids)), ids))
             filled.append(Filled(self._key(part), context.num_slots, context.num_positions))
         return texts, tuple(filled)
+
+    def _read_preamble(self, bound: BoundContext, place: Span, ids: list[int], sparing: bool) -> None:
+        """Have the model read the end of a preamble, piece by piece."""
+        for start, stop in pieces(place.slot, place.slot + len(ids)):
+            begin = start - place.slot
+            span = Span(start, place.position + begin, stop - start)
+            self._read(bound, [(span, ids[begin : begin + span.num_tokens])], sparing)
 
     def _read(self, bound: BoundContext, texts: Sequence[tuple[Span, list[int]]], sparing: bool) -> Tensor:
         """Have the model read the texts at their places; (1, vocabulary) logits behind the last."""
@@ -238,5 +248,6 @@ class Prefiller:
 def _known_tokens(parts: Sequence[Part], num_filled: int) -> tuple[int, int]:
     """Tokens that need not be read: of chunks, and of text that is kept or stands in the context already."""
     chunks = sum(part.num_tokens for part in parts if part.packet_id)
-    kept = [not part.packet_id and (part.packet or number < num_filled) for number, part in enumerate(parts)]
-    return chunks, sum(part.num_tokens for part, is_kept in zip(parts, kept, strict=True) if is_kept)
+    texts = [(number, part) for number, part in enumerate(parts) if not part.packet_id]
+    kept = [part.num_tokens if n < num_filled else part.packet.num_tokens if part.packet else 0 for n, part in texts]
+    return chunks, sum(kept)
