@@ -139,9 +139,12 @@ def test_a_stream_that_is_not_read_to_its_end_has_no_usage(chat: ChatKVPacket):
     assert chat.last_usage is None
 
 
-def test_copies_share_the_engine(chat: ChatKVPacket):
-    for other in (copy.deepcopy(chat), chat.model_copy(), chat.model_copy(deep=True)):
-        assert other.engine is chat.engine
+def test_copies_share_the_engine_and_count_for_themselves(chat: ChatKVPacket):
+    chat.invoke(ASKED)
+    for other in (copy.copy(chat), copy.deepcopy(chat), chat.model_copy(), chat.model_copy(deep=True)):
+        assert other.engine is chat.engine and other.last_usage is None
+        other.invoke("Hi")
+        assert other.last_usage != chat.last_usage is not None
     longer = chat.configurable_fields(max_tokens=ConfigurableField("limit"))
     message = longer.invoke(ASKED, {"configurable": {"limit": 5}})
     assert message.usage_metadata and message.usage_metadata["output_tokens"] == 5

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import pickle
+from pathlib import Path
 from typing import Any
 from weakref import WeakSet, WeakValueDictionary
 
@@ -15,7 +16,7 @@ from langchain_kvpacket import ChatKVPacket, KVPacketLLM
 from langchain_samples import across_tokens, chat_about
 from transformers import pipeline
 
-from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketError, Message, PromptError
+from kvpacket_rag import Adapter, DiskStore, GenerationSettings, KVPacketEngine, KVPacketError, Message, PromptError
 
 ASKED, ASKED_OF_ENGINE = chat_about(CHUNKS[1])
 
@@ -156,6 +157,26 @@ def test_what_a_pipeline_was_given_and_cannot_be_done_is_refused_by_name(
     made = pipeline("text-generation", model=backbone.model, tokenizer=backbone.tokenizer, **given)
     with pytest.raises(PromptError, match=message):
         KVPacketLLM(pipeline=made)
+
+
+def test_a_pipeline_is_served_from_the_store_and_adapter_beside_it(backbone: Any, adapter: Adapter, tmp_path: Path):
+    made = pipeline("text-generation", model=backbone.model, tokenizer=backbone.tokenizer, max_new_tokens=2)
+    before = KVPacketEngine(backbone, DiskStore(tmp_path), adapter)
+    before.encode(CHUNKS)
+    before.close()
+    llm = KVPacketLLM(pipeline=made, store=tmp_path, adapter=adapter, min_match_tokens=4, device="auto")
+    info = llm.generate([f"{CHUNKS[1]} So?"]).generations[0][0].generation_info
+    assert info and info["chunks_reused"] == 1 and info["token_usage"]["completion_tokens"] == 2
+    assert ChatKVPacket(llm=llm).engine.store.folder == tmp_path
+    llm.engine.close()
+
+
+@pytest.mark.parametrize("word", ["device", "dtype", "torch_dtype", "device_map", "engine", "model_kwargs"])
+def test_what_a_pipeline_has_decided_already_is_refused_with_the_way_out(engine: KVPacketEngine, word: str):
+    made = pipeline("text-generation", model=engine.backbone.model, tokenizer=engine.backbone.tokenizer)
+    value = {"engine": engine, "model_kwargs": {"revision": "main"}}.get(word, "cpu")
+    with pytest.raises(PromptError, match=rf"{word} came with a pipeline.*pass it to transformers' pipe"):
+        KVPacketLLM(pipeline=made, **{word: value})
 
 
 def test_what_makes_no_difference_to_a_pipelines_prompts_may_stay(backbone: Any):

@@ -14,9 +14,10 @@ import pytest
 from conftest import CHUNKS
 from langchain_core.documents import Document
 from langchain_core.messages import HumanMessage
+from langchain_core.retrievers import BaseRetriever
 from langchain_kvpacket import ChatKVPacket, KVPacketLLM, KVPacketVectorStore, format_docs
 from langchain_kvpacket.lazy_engine import EngineOptions, load_engine
-from langchain_samples import QUESTION, WordEmbeddings, chat_about, documents
+from langchain_samples import QUESTION, Reused, WordEmbeddings, chat_about, documents
 
 from kvpacket_rag import GenerationSettings, KVPacketEngine, Message, PacketMissError, PromptError, StoreError
 
@@ -173,3 +174,19 @@ def test_an_answer_after_one_that_ended_on_a_stop_text_is_as_ever(chat: ChatKVPa
     model.invoke(text, stop=[expected[2:4]])
     answer = model.invoke(text)
     assert (answer if isinstance(answer, str) else answer.text) == expected
+
+
+class ByPlace(BaseRetriever):
+    """Finds the chunks of the places in a query, such as "02"."""
+
+    def _get_relevant_documents(self, query: str, *, run_manager: Any) -> list[Document]:
+        return [documents()[int(place)] for place in query]
+
+
+@pytest.mark.parametrize("make", [ChatKVPacket, KVPacketLLM])
+def test_of_a_prompt_that_is_known_in_part_the_rest_gets_packets_too(engine: KVPacketEngine, make: Any):
+    chain = ByPlace() | format_docs | (lambda text: f"{text}\n\n{QUESTION}") | make(engine=engine, max_tokens=1)
+    heard = Reused()
+    for query in ("01", "012", "2"):
+        chain.invoke(query, {"callbacks": [heard]})
+    assert heard.chunks == [0, 2, 1] and [len(misses) for misses in heard.misses] == [2, 1, 0]

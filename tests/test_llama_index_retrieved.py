@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import threading
+from collections.abc import Callable
 
 import pytest
 from conftest import CHUNKS
@@ -60,7 +61,26 @@ def test_packets_of_retrieved_chunks_are_bounded_however_many_models_share_an_en
     assert len(llm.engine.store) == 2
 
 
-def test_a_copy_notes_its_usage_where_the_original_does(llm: KVPacketLLM):
-    copied = copy.deepcopy(llm)
-    copied.complete(TEXT)
-    assert llm.last_usage == copied.last_usage is not None
+@pytest.mark.parametrize(
+    "copied", [copy.copy, copy.deepcopy, lambda llm: llm.model_copy(), lambda llm: llm.model_copy(deep=True)]
+)
+def test_a_copy_counts_for_itself_and_a_hinted_one_where_the_original_does(
+    llm: KVPacketLLM, copied: Callable[[KVPacketLLM], KVPacketLLM]
+):
+    llm.complete(QUESTION)
+    own, twin = llm.last_usage, copied(llm)
+    assert twin.last_usage is None and twin.usages == [] and twin.engine is llm.engine
+    twin.complete(TEXT)
+    assert llm.usages == [own] and llm.last_usage == own != twin.last_usage
+    hinted = twin.hinted([])
+    hinted.complete(QUESTION)
+    assert len(twin.usages) == 2 and hinted.last_usage is twin.last_usage and llm.usages == [own]
+
+
+def test_of_a_prompt_that_is_known_in_part_the_rest_gets_packets_too(llm: KVPacketLLM):
+    counts = []
+    for texts in (CHUNKS[:2], CHUNKS[:3], CHUNKS[2:3]):
+        retrieve(*texts)
+        usage = llm.complete("\n\n".join([*texts, QUESTION])).raw["usage"]
+        counts.append((usage["chunks_reused"], len(usage["misses"])))
+    assert counts == [(0, 2), (2, 1), (1, 0)]

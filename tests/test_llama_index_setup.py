@@ -233,6 +233,9 @@ def test_a_pickle_holds_the_configuration_and_loads_the_engine_again(
     twin = pickle.loads(blob)
     assert len(blob) < 5000 and twin.to_dict() == llm.to_dict() and twin.engine is engine
     assert loads[0] == loads[1] and loads[0][0] == "mine" and loads[0][1]["store"] == str(here / "packets")
+    hinted = llm.hinted(["a", "b"])
+    twins = pickle.loads(pickle.dumps(hinted)), copy.copy(hinted), copy.deepcopy(hinted), hinted.model_copy()
+    assert [twin.hints for twin in twins] == [("a", "b")] * 4
 
 
 def test_an_llm_made_from_an_engine_says_why_it_cannot_be_pickled(llm: KVPacketLLM):

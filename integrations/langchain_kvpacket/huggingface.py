@@ -58,6 +58,8 @@ _NO_EFFECT = {
 }
 # Where transformers keeps what a pipeline was given; there is no public place.
 _OF_PIPELINES = ("_generate_kwargs", "_preprocess_params", "_forward_params", "_postprocess_params")
+_OF_LOADING = ("device", "device_map", "dtype", "torch_dtype", "model_kwargs")
+_BESIDE_PIPELINES = ("store", "adapter", "min_match_tokens")
 # Prompts are not padded nor cut, and begin with one beginning-of-sequence token whatever is said.
 _IDLE_IN_PIPELINES = {"add_special_tokens", "padding", "tokenizer", "truncation"}
 
@@ -72,7 +74,7 @@ def constructor_arguments(arguments: Mapping[str, Any]) -> dict[str, Any]:
     name = next((str(own[word]) for word in ("model", "model_id", "model_name") if own.get(word)), "")
     return _merged(
         _from_llm(own.pop("llm", None)),
-        _from_pipeline(own.pop("pipeline", None), name),
+        _from_pipeline(own.pop("pipeline", None), name, own),
         _from_tokenizer(own.pop("tokenizer", None)),
         _from_model_kwargs(_packed(own, "model_kwargs")),
         _translated(_packed(own, "pipeline_kwargs")),
@@ -187,15 +189,25 @@ def _from_llm(llm: Any) -> dict[str, Any]:
     return fields
 
 
-def _from_pipeline(pipeline: Any, name: str) -> dict[str, Any]:
+def _from_pipeline(pipeline: Any, name: str, own: dict[str, Any]) -> dict[str, Any]:
     """An engine over the model of a transformers pipeline, and the pipeline's own generation arguments.
 
     Args:
         pipeline: for text generation.
         name: of the model, if it does not know one itself.
+        own: arguments beside the pipeline; what the engine is made with is taken out.
+
+    Raises:
+        PromptError: an argument is of loading the model, or beside an engine, or the pipeline's cannot be done here.
     """
     if pipeline is None:
         return {}
+    if loading := [word for word in ("engine", *_OF_LOADING) if own.get(word) not in (None, "auto", {})]:
+        raise PromptError(
+            f"{', '.join(loading)} came with a pipeline, which has loaded its model already; pass it to transformers' "
+            "pipeline(...) instead, or leave the pipeline out and name the model. store, adapter and min_match_tokens "
+            "may stand beside a pipeline"
+        )
     given: dict[str, Any] = {}
     for place in _OF_PIPELINES:
         given |= getattr(pipeline, place, {})
@@ -206,7 +218,8 @@ def _from_pipeline(pipeline: Any, name: str) -> dict[str, Any]:
     settings = _translated({**given, "return_full_text": {"FULL_TEXT": True}.get(kind or "")})
     model = pipeline.model
     name = getattr(model, "name_or_path", "") or name or type(model).__name__
-    return {**settings, "engine": KVPacketEngine.around(Backbone(model, pipeline.tokenizer, name))}
+    options = {word: own.pop(word) for word in _BESIDE_PIPELINES if word in own}
+    return {**settings, "engine": KVPacketEngine.around(Backbone(model, pipeline.tokenizer, name), **options)}
 
 
 def _from_tokenizer(tokenizer: Any) -> dict[str, Any]:

@@ -49,7 +49,7 @@ class KVPacketLLM(EngineFields, BaseLLM):
         >>> llm = KVPacketLLM.from_model_id("smollm2-135m-instruct", pipeline_kwargs={"max_new_tokens": 64})
 
     Invoke:
-        >>> llm.invoke(f"{chunk}\n\nWho signed it?")  # doctest: +SKIP
+        >>> llm.invoke(f"{chunk}\\n\\nWho signed it?")  # doctest: +SKIP
 
     Stream:
         >>> for piece in llm.stream("Who signed it?"):  # doctest: +SKIP

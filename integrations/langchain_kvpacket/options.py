@@ -149,6 +149,17 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
         """
         return cls(**{"model": model_id, "task": task, **fields})
 
+    def __copy__(self) -> Self:
+        return self._with_own_usage(super().__copy__())
+
+    def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
+        return self._with_own_usage(super().__deepcopy__(memo))
+
+    @staticmethod
+    def _with_own_usage(copy: Self) -> Self:
+        copy._usages = []
+        return copy
+
     @property
     def engine(self) -> KVPacketEngine:
         """The engine; loaded here, if nothing needed it before."""

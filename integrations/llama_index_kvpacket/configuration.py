@@ -105,7 +105,7 @@ class ConfiguredLLM(LLM):
     _engine: KVPacketEngine = PrivateAttr()
     _can_reload: bool = PrivateAttr(default=True)
     _hints: tuple[str, ...] = PrivateAttr(default=())
-    _usages: list[Raw] = PrivateAttr(default_factory=list)  # of the last calls; hinted copies share them
+    _usages: list[Raw] = PrivateAttr(default_factory=list)  # of the last calls; only hinted copies share them
     _last: list[Raw] = PrivateAttr(default_factory=list)  # of the last one, once it is over; they share it too
     _warnings: list[str] = PrivateAttr(default_factory=list)  # that were given
 
@@ -152,7 +152,7 @@ class ConfiguredLLM(LLM):
 
     @property
     def engine(self) -> KVPacketEngine:
-        """The engine, to share with a vector store; a copy of this object keeps the same one."""
+        """The engine, to share with a vector store; a copy of this object keeps it, and counts its own usage."""
         return self._engine
 
     @property
@@ -206,6 +206,7 @@ class ConfiguredLLM(LLM):
         is looked for; without hints those that retrievers found lately are.
         """
         copy = self.model_copy()
+        copy._usages, copy._last = self._usages, self._last
         copy._hints = tuple(dict.fromkeys(require_names("packet_ids", packet_ids)))
         return copy
 
@@ -248,10 +249,18 @@ class ConfiguredLLM(LLM):
         wraps = wrapper is not None and wrapper.get_template() != _IDENTITY
         return wraps or self.completion_to_prompt not in (None, default_completion_to_prompt)
 
+    def __copy__(self) -> Self:
+        return self._with_own_usages(super().__copy__())
+
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
-        memo |= {id(shared): shared for shared in (self._engine, self._usages, self._last)}
-        return super().__deepcopy__(memo)
+        memo[id(self._engine)] = self._engine
+        return self._with_own_usages(super().__deepcopy__(memo))
+
+    @staticmethod
+    def _with_own_usages(copy: Self) -> Self:
+        copy._usages, copy._last = [], []
+        return copy
 
     def __reduce__(self) -> tuple[Any, ...]:
         if not self._can_reload:
@@ -261,8 +270,10 @@ class ConfiguredLLM(LLM):
                 "and adapter as paths"
             )
         kept = type(self).model_fields.keys() - {"callback_manager", "rate_limiter"}
-        return _rebuild, (type(self), {name: getattr(self, name) for name in kept})
+        return _rebuild, (type(self), {name: getattr(self, name) for name in kept}, self._hints)
 
 
-def _rebuild(kind: type[ConfiguredLLM], fields: dict[str, Any]) -> ConfiguredLLM:
-    return kind(**fields)
+def _rebuild(kind: type[ConfiguredLLM], fields: dict[str, Any], hints: tuple[str, ...]) -> ConfiguredLLM:
+    llm = kind(**fields)
+    llm._hints = hints
+    return llm
