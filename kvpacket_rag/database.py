@@ -5,17 +5,29 @@ from __future__ import annotations
 import functools
 import logging
 import os
+import re
 import sqlite3
+import stat
 import time
+from contextlib import closing
 from pathlib import Path
 from urllib.request import pathname2url
 
-from kvpacket_rag.errors import StoreError
+from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
 
 logger = logging.getLogger(__name__)
 
 NO_WRITE_CODES = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR}
 BUSY_SECONDS = 60.0
+ADVICE: dict[str, tuple[type[StoreError], str]] = {
+    "SQLITE_NOTADB": (StoreFormatError, "choose another folder, or move the file away and build the index again"),
+    "SQLITE_CORRUPT": (StoreError, "the file is damaged: move it away and build the index again"),
+    "SQLITE_FULL": (StoreFullError, "make room on the disk and repeat the change; nothing of it was kept"),
+    "SQLITE_BUSY": (StoreError, "another process keeps writing to it; try again when that has ended"),
+    "SQLITE_READONLY": (StoreError, "make the file and its folder writable"),
+    "SQLITE_CANTOPEN": (StoreError, "make sure that the folder can be written and the file is a plain file"),
+    "SQLITE_IOERR": (StoreError, "the disk failed; nothing of this change was kept"),
+}
 _NEEDS = (
     "has no locks or no shared memory, by which processes take turns; use a local disk, or, from one machine at a "
     "time, a network disk with locks (NFS 4, SMB)"
@@ -28,6 +40,13 @@ _NETWORK = frozenset(
         "nfs nfs4 smb3 smbfs virtiofs"
     ).split()
 )
+_KINDS = (
+    (stat.S_ISDIR, "a folder"),
+    (stat.S_ISFIFO, "a pipe"),
+    (stat.S_ISSOCK, "a socket"),
+    (stat.S_ISCHR, "a device"),
+    (stat.S_ISBLK, "a device"),
+)
 _JOURNAL_MAGIC = bytes.fromhex("d9d505f920a163d7")  # also ends a journal that names a super-journal
 _COMPACT_BYTES = 64_000_000  # a file up to this size is written anew in less than a second, and in memory
 
@@ -36,18 +55,77 @@ def connect(path: Path | None) -> sqlite3.Connection:
     """A connection that may write; None keeps everything in memory.
 
     Raises:
-        StoreError: the file is a link, which may lead out of the store's folder, or a planted journal lies beside it.
+        StoreError: the file is a link, which may lead out of the store's folder, or no file, or a planted journal lies
+            beside it.
     """
-    for name in (Path(f"{path}{ending}") for ending in ("", "-wal", "-shm", "-journal")):
-        if path is not None and name.is_symlink():
-            raise StoreError(
-                f"{str(name)!r} is a link; store and index keep their own files, so link the whole folder instead"
-            )
     if path is not None:
+        require_plain(path)
         _require_own_journal(Path(f"{path}-journal"))
     return _set_up(
         sqlite3.connect(path or ":memory:", timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False)
     )
+
+
+def require_plain(path: Path) -> None:
+    """Refuse what is no plain file where the file, or what SQLite keeps beside it, belongs.
+
+    Raises:
+        StoreError: a link, a folder, a pipe or a device lies there.
+    """
+    for name in (f"{path}{ending}" for ending in ("", "-wal", "-shm", "-journal")):
+        try:
+            mode = os.lstat(name).st_mode
+        except OSError:
+            continue  # opening it tells what is wrong
+        if stat.S_ISLNK(mode):
+            raise StoreError(f"{name!r} is a link; store and index keep their own files, so link the whole folder")
+        if not stat.S_ISREG(mode):
+            kind = next((what for is_one, what in _KINDS if is_one(mode)), "no file")
+            raise StoreError(f"{name!r} is {kind}, expected a plain file; move it away, or use another folder")
+
+
+def require_objects(connection: sqlite3.Connection, name: str, schema: tuple[str, ...], *, is_current: bool) -> None:
+    """Refuse a file with other tables, indexes, triggers or views than ours: they would run when we write.
+
+    Args:
+        connection: of the file.
+        name: of the file, for the error.
+        schema: statements that make the tables of this version.
+        is_current: the file is of this version; else only triggers and views are compared.
+
+    Raises:
+        StoreFormatError: something is there that should not be, or is missing.
+    """
+    expected, found = _objects_of(schema), _objects(connection)
+    wrong = {key for key in expected.keys() | found.keys() if expected.get(key) != found.get(key)}
+    wrong = {(kind, what) for kind, what in wrong if is_current or kind not in ("table", "index")}
+    if wrong:
+        told = ", ".join(f"{kind} {what[:80]!r}" for kind, what in sorted(wrong))
+        raise StoreFormatError(
+            f"{name} is not laid out as this program does it: {told}. It was damaged, or changed to run something; "
+            "move its folder away and ingest the documents again"
+        )
+
+
+@functools.cache
+def _objects_of(schema: tuple[str, ...]) -> dict[tuple[str, str], str]:
+    with closing(sqlite3.connect(":memory:")) as connection:
+        for statement in schema:
+            connection.execute(statement)
+        return _objects(connection)
+
+
+def _objects(connection: sqlite3.Connection) -> dict[tuple[str, str], str]:
+    """SQL by kind and name, but for what SQLite makes itself; a column added later looks like one from the start."""
+    rows = connection.execute("SELECT type, name, sql FROM sqlite_master").fetchall()
+    own = [row for row in rows if not (row[0] in ("table", "index") and str(row[1]).startswith("sqlite_"))]
+    return {(str(kind), str(name)): re.sub(r"\s+|DEFAULT (x''|-1)", "", str(sql)) for kind, name, sql in own}
+
+
+def advice_on(error: sqlite3.Error) -> tuple[type[StoreError], str]:
+    """What to raise in place of an error of SQLite's, and what to do."""
+    name = getattr(error, "sqlite_errorname", "")
+    return ADVICE.get("_".join(name.split("_")[:2]), (StoreError, "close it and open it again"))
 
 
 def connect_read_only(path: Path) -> sqlite3.Connection:

@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from kvpacket_rag import database
 from kvpacket_rag.chunk import Chunk, Hit
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.index_file import IndexFile
 from kvpacket_rag.namespace import namespace_folder
-from kvpacket_rag.nearest import Ids, Kind, NearestVectors, Vectors, unit_vectors
-from kvpacket_rag.rows import ChunkRows, metadata_json, record, wrong_dim
+from kvpacket_rag.nearest import Kind, Vectors, unit_vectors
+from kvpacket_rag.row_search import RowSearch
+from kvpacket_rag.rows import ChunkRows, metadata_json, record
 
 FILE_NAME = "index.sqlite"
-_SPARE = 16  # candidates asked for beyond k, so that a tie at the border seldom costs a second search
-_LOAD = 8192  # vectors read at a time
+_START_SECONDS = 1.0  # a new index is empty for less
 
 
 class PacketIndex:
@@ -26,7 +28,8 @@ class PacketIndex:
 
     What is stored is one SQLite file; FAISS holds the vectors in memory and is brought up to date
     from the file before each search. So a chunk that was deleted, here or by another process, is
-    never found, and a change that was cut short was never made. Threads may share an index.
+    never found, and a change that was cut short was never made. Threads may share an index. A chunk whose row or vector
+    is damaged is passed over, counted in :attr:`lost` and told of in a warning; the others are found as ever.
 
         index = PacketIndex.open("library")
         index.add(chunks, vectors, packet_ids)
@@ -36,10 +39,7 @@ class PacketIndex:
     def __init__(self, rows: ChunkRows, dim: int | None, kind: Kind) -> None:
         """Use :meth:`open`."""
         self._rows = rows
-        self._dim = dim
-        self._kind: Kind = kind
-        self._nearest: NearestVectors | None = None
-        self._version: tuple[int, int, int] | None = None  # of the rows that FAISS holds
+        self._search = RowSearch(rows, dim, kind)
 
     @classmethod
     def open(
@@ -61,11 +61,12 @@ class PacketIndex:
                 and then, and builds its graph anew at every opening (about 0.5 ms a chunk).
             namespace: whose chunks these are; each is an index of its own below ``path``, see
                 :func:`~kvpacket_rag.namespace.namespace_folder`.
-            load: read the vectors at once, so that damage to them shows now; else when they are first searched.
+            load: read settings and vectors at once, so that damage to them shows now; else when they are first used.
 
         Raises:
             StoreFormatError: the folder's index file is none, or one of another format version.
-            StoreError: the path is a file, cannot be written, or holds vectors of other dimensions.
+            StoreError: the path is a file, cannot be written, or holds vectors of other dimensions; or what the index
+                says of how it was built is damaged.
         """
         if kind not in ("flat", "hnsw"):
             raise StoreError(f"index kind {kind!r} is unknown; use 'flat' (exact) or 'hnsw' (approximate)")
@@ -76,7 +77,8 @@ class PacketIndex:
         try:
             with index._rows.file.reading():
                 if load:
-                    index._refresh()
+                    index._rows.require_settings()
+                    index._search.refresh()
         except BaseException:
             index.close()
             raise
@@ -85,17 +87,22 @@ class PacketIndex:
     @property
     def dim(self) -> int | None:
         """Dimensions of the vectors; None while the index is empty and none were asked for."""
-        return self._dim or self._rows.dim()
+        return self._search.dim or self._rows.dim()
 
     @property
     def kind(self) -> Kind:
         """How this process searches: ``"flat"`` or ``"hnsw"``."""
-        return self._kind
+        return self._search.kind
 
     @property
     def folder(self) -> Path | None:
         """Where it lies; None in memory."""
         return self._rows.file.path.parent.resolve() if self._rows.file.path else None
+
+    @property
+    def lost(self) -> int:
+        """Chunks that searching passed over, as they are damaged; ``kvpacket check DIR --repair`` tells which."""
+        return self._search.lost
 
     def __len__(self) -> int:
         return self._rows.count()
@@ -103,7 +110,7 @@ class PacketIndex:
     def close(self) -> None:
         """Release the file; every later call raises StoreError."""
         self._rows.file.close()
-        self._nearest = None
+        self._search.clear()
 
     def add(
         self, chunks: Sequence[Chunk], vectors: npt.ArrayLike, packet_ids: Sequence[str], gone: Iterable[str] = ()
@@ -142,62 +149,7 @@ class PacketIndex:
         Raises:
             StoreError: k is below 1, or the vector has no direction or other dimensions.
         """
-        if k < 1:
-            raise StoreError(f"k is {k}; ask for at least one hit")
-        with self._rows.file.reading():  # one snapshot: what another process deletes meanwhile is seen next time
-            nearest = self._refresh()
-            query = unit_vectors(cast(npt.ArrayLike, [vector]), self.dim, ["the question"])[0]
-            if nearest is None or not len(nearest):
-                return []
-            ids = self._candidates(nearest, query, k, where)
-            # FAISS adds in float32 in an order of its own; equal vectors must get equal scores.
-            scores = (nearest.take(ids).astype(np.float64) * query).sum(axis=1).clip(-1, 1)
-            best = np.lexsort((self._rows.places(ids), -scores))[:k]
-            found = [(*self._rows.by_vector_id(int(ids[i])), float(scores[i])) for i in best]
-        return [Hit(chunk, score, packet_id) for chunk, packet_id, score in found]
-
-    def _candidates(
-        self, nearest: NearestVectors, query: Vectors, k: int, where: Callable[[Chunk], bool] | None
-    ) -> Ids:
-        """Ids of matching vectors, the k best and all that rounding may have put behind them among them."""
-        matches: dict[int, bool] = {}
-        margin = nearest.dim * np.finfo(np.float32).eps  # twice the most that a float32 sum can be off
-        count = min(len(nearest), k + _SPARE)
-        while True:
-            ids, scores = nearest.search(query, count)
-            for name in ids.tolist():
-                if name not in matches:
-                    matches[name] = where is None or bool(where(self._rows.by_vector_id(name)[0]))
-            kept = np.array([matches[name] for name in ids.tolist()], bool)
-            passing = scores[kept]
-            if count == len(nearest) or (len(passing) >= k and scores[-1] < passing[k - 1] - margin):
-                matching: Ids = ids[kept]
-                return matching
-            count = min(len(nearest), 4 * count)
-
-    def _refresh(self) -> NearestVectors | None:
-        """The vectors in memory, as the current snapshot has them; None while there never were any."""
-        version = self._rows.file.version()
-        if version == self._version:
-            return self._nearest
-        dim = self._rows.dim()
-        if dim is not None and self._dim not in (None, dim):
-            raise wrong_dim(self._rows.file.name, dim, self._dim)
-        nearest = self._nearest
-        self._nearest = self._version = None  # a failure below leaves nothing half done
-        if dim is not None and (nearest is None or nearest.dim != dim):
-            nearest = NearestVectors(dim, self._kind)
-        if nearest is not None:
-            present = self._rows.vector_ids()
-            gone = np.setdiff1d(nearest.ids, present, assume_unique=True)
-            if len(gone):
-                nearest.remove(gone)
-            new = np.setdiff1d(present, nearest.ids, assume_unique=True)
-            for start in range(0, len(new), _LOAD):
-                ids = new[start : start + _LOAD]
-                nearest.add(ids, self._rows.vectors(ids, nearest.dim))
-        self._nearest, self._version = nearest, version
-        return nearest
+        return self._search.search(vector, k, where)
 
     def get(self, chunk_ids: Iterable[str]) -> list[Chunk]:
         """The chunks of these ids, in the order asked; unknown ids are left out."""
@@ -266,8 +218,8 @@ class PacketIndex:
         self._rows.drop_damaged()
 
     def faults(self) -> list[str]:
-        """What SQLite finds wrong with the file's structure."""
-        return self._rows.file.faults()
+        """What no repair puts right: what SQLite finds wrong with the file's structure, and damaged settings."""
+        return self._rows.file.faults() + [f"setting {key!r} is damaged" for key in self._rows.damaged_settings()]
 
     def compact(self) -> bool:
         """Write the file anew, without the gaps that deletions left; False where that cannot be done now."""
@@ -277,9 +229,9 @@ class PacketIndex:
         """A text kept with the index, such as the embedder's name; None if never set."""
         return self._rows.setting(key)
 
-    def set_setting(self, key: str, value: str) -> None:
-        """Keep a text with the index."""
-        self._rows.set_setting(key, value)
+    def set_setting(self, key: str, value: str, *, erases: bool = False) -> None:
+        """Keep a text with the index; ``erases``: what it said before shall be in no file any more."""
+        self._rows.set_setting(key, value, erases=erases)
 
 
 def _index_file(folder: Path) -> Path:
@@ -288,7 +240,22 @@ def _index_file(folder: Path) -> Path:
     except OSError as error:
         what = "it is a file" if folder.is_file() else error.strerror or str(error)
         raise StoreError(f"{folder} cannot hold an index: {what}; pass a folder that can be written") from error
+    _refuse_emptied(folder / FILE_NAME)
     return folder / FILE_NAME
+
+
+def _refuse_emptied(path: Path) -> None:
+    """An index that was cut to nothing would count as a new one, and its packets as nobody's."""
+    give_up = time.monotonic() + _START_SECONDS  # another process may be making it
+    while path.is_file() and database.stamp(path) == (None, None):
+        if time.monotonic() > give_up and any(path.parent.glob("packets/*/*.safetensors")):
+            raise StoreError(
+                f"{str(path)!r} is empty, though packet files lie beside it: the index was lost, or its making was "
+                "interrupted. Put the file back; or remove it and ingest the documents again"
+            )
+        if not any(path.parent.glob("packets/*/*.safetensors")):
+            return
+        time.sleep(0.05)
 
 
 def _unknown(chunk_id: str) -> StoreError:

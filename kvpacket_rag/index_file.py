@@ -11,10 +11,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 from kvpacket_rag import database
-from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
+from kvpacket_rag.errors import StoreError, StoreFormatError
 
 APPLICATION_ID = 0x6B767069  # "kvpi", in the header of the file
-FORMAT_VERSION = 3
+FORMAT_VERSION = 4
 _LOG_WAIT_SECONDS = 1.0  # for readers to finish before the log is emptied of what was deleted
 
 # A vector gets a new id whenever it is written, and no id comes twice: the ids alone tell what changed.
@@ -27,28 +27,24 @@ _SCHEMA = (
         vector_id INTEGER PRIMARY KEY AUTOINCREMENT,
         seq INTEGER NOT NULL UNIQUE REFERENCES chunks ON DELETE CASCADE, vector BLOB NOT NULL,
         checksum INTEGER NOT NULL)""",
-    "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL)",
+    "CREATE TABLE settings (key TEXT PRIMARY KEY, value TEXT NOT NULL, digest BLOB NOT NULL)",
     f"PRAGMA application_id = {APPLICATION_ID}",
-    f"PRAGMA user_version = {FORMAT_VERSION}",
 )
-_FROM_VERSION_2 = (  # vectors had no checksum: what is there is believed once more, and sealed
-    "ALTER TABLE vectors ADD COLUMN checksum INTEGER NOT NULL DEFAULT -1",
-    "UPDATE vectors SET checksum = vector_checksum(seq, vector)",
-    f"PRAGMA user_version = {FORMAT_VERSION}",
-)
-_FROM_VERSION_1 = (  # nor had rows a digest
-    "ALTER TABLE chunks ADD COLUMN digest BLOB NOT NULL DEFAULT x''",
-    "UPDATE chunks SET digest = row_digest(chunk_id, text, document_id, metadata, packet_id)",
-    *_FROM_VERSION_2,
-)
-_ADVICE: dict[str, tuple[type[StoreError], str]] = {
-    "SQLITE_NOTADB": (StoreFormatError, "choose another folder, or move the file away and build the index again"),
-    "SQLITE_CORRUPT": (StoreError, "the file is damaged: move it away and build the index again"),
-    "SQLITE_FULL": (StoreFullError, "make room on the disk and repeat the change; nothing of it was kept"),
-    "SQLITE_BUSY": (StoreError, "another process keeps writing to it; try again when that has ended"),
-    "SQLITE_READONLY": (StoreError, "make the file and its folder writable"),
-    "SQLITE_CANTOPEN": (StoreError, "make sure that the folder can be written and the file is a plain file"),
-    "SQLITE_IOERR": (StoreError, "the disk failed; nothing of this change was kept"),
+_BYTES = ", ".join(f"CAST({name} AS BLOB)" for name in ("chunk_id", "text", "document_id", "metadata", "packet_id"))
+_MIGRATIONS = {  # from each version to the next one; what bore no seal is believed once more, and sealed
+    1: (
+        "ALTER TABLE chunks ADD COLUMN digest BLOB NOT NULL DEFAULT x''",
+        f"UPDATE chunks SET digest = seal({_BYTES})",
+    ),
+    2: (
+        "ALTER TABLE vectors ADD COLUMN checksum INTEGER NOT NULL DEFAULT -1",
+        "UPDATE vectors SET checksum = vector_checksum(seq, vector)",
+    ),
+    3: (
+        "ALTER TABLE settings ADD COLUMN digest BLOB NOT NULL DEFAULT x''",
+        "UPDATE settings SET digest = seal(CAST(key AS BLOB), CAST(value AS BLOB))",
+        f"UPDATE chunks SET digest = seal_again(digest, seq, {_BYTES})",
+    ),
 }
 
 
@@ -59,6 +55,16 @@ def row_digest(*columns: str) -> bytes:
         content = column.encode(errors="surrogatepass")
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.digest()
+
+
+def _seal(*columns: bytes) -> bytes:
+    """The digest of what cannot be proved, for SQL."""
+    return row_digest(*(column.decode(errors="replace") for column in columns))
+
+
+def _seal_again(digest: object, seq: int, *columns: bytes) -> bytes:
+    """The digest with a row's number, in place of one without; of a row that was damaged, none that matches."""
+    return _seal(str(seq).encode(), *columns) if _seal(*columns) == digest else b""
 
 
 def vector_checksum(seq: int, vector: bytes) -> int:
@@ -170,12 +176,16 @@ class IndexFile:
         for pragma in ("synchronous = FULL", "foreign_keys = ON"):
             self._db.execute(f"PRAGMA {pragma}")
         if version != FORMAT_VERSION:
-            self._db.create_function("row_digest", 5, row_digest, deterministic=True)
-            self._db.create_function("vector_checksum", 2, vector_checksum, deterministic=True)
+            for name, count, function in (
+                ("seal", -1, _seal),
+                ("seal_again", 7, _seal_again),
+                ("vector_checksum", 2, vector_checksum),
+            ):
+                self._db.create_function(name, count, function, deterministic=True)
             with self.writing() as db:
-                version = self._format()  # another process may have been quicker
-                for statement in {0: _SCHEMA, 1: _FROM_VERSION_1, 2: _FROM_VERSION_2}.get(version, ()):
+                for statement in _steps_from(self._format()):  # another process may have been quicker
                     db.execute(statement)
+                self._format()
 
     def _read_only(self, error: sqlite3.OperationalError) -> None:
         """Read what there is where nothing can be written."""
@@ -223,6 +233,7 @@ class IndexFile:
                 f"{FORMAT_VERSION} and earlier ones; open it with the version that wrote it, or build it again in "
                 "another folder"
             )
+        database.require_objects(self._db, self.name, _SCHEMA, is_current=version == FORMAT_VERSION)
         return int(version)
 
     @contextmanager
@@ -230,10 +241,15 @@ class IndexFile:
         try:
             yield
         except UnicodeDecodeError as error:  # of SQLite's message, which quotes what is damaged
-            raise StoreError(f"index {self.name}: {_ADVICE['SQLITE_CORRUPT'][1]}") from error
+            raise StoreError(f"index {self.name}: {database.ADVICE['SQLITE_CORRUPT'][1]}") from error
         except sqlite3.Error as error:
             if self._closed:
                 raise StoreError(f"index {self.name} is closed; open it again") from error
-            name = getattr(error, "sqlite_errorname", "")
-            kind, advice = _ADVICE.get("_".join(name.split("_")[:2]), (StoreError, "close it and open it again"))
+            kind, advice = database.advice_on(error)
             raise kind(f"index {self.name}: {error}; {advice}") from error
+
+
+def _steps_from(version: int) -> list[str]:
+    """The statements that make a file of a version, 0 for none, one of this version."""
+    later = [step for earlier in range(max(version, 1), FORMAT_VERSION) for step in _MIGRATIONS[earlier]]
+    return [*(later if version else _SCHEMA), f"PRAGMA user_version = {FORMAT_VERSION}"]

@@ -101,19 +101,22 @@ class OwnerJournal:
         self._store.drop_owners(owner_names(self._index, self._store, gone))
         if deletions:
             self._write({name: [] for name in self._read(_DELETING) if name not in deletions}, _DELETING)
-        self._write({name: ids for name, ids in noted.items() if name not in done})
+        # last of all, for it empties the log of the names that the steps before have written
+        self._write({name: ids for name, ids in noted.items() if name not in done}, erases=bool(gone))
 
     def _read(self, key: str = _SETTING) -> dict[str, list[str]]:
         try:
             noted: dict[str, list[str]] = json.loads(self._index.get_setting(key) or "{}")
-        except ValueError as error:
+            if not all(isinstance(ids, list) for ids in noted.values()):
+                raise ValueError("no lists of ids")
+        except (ValueError, AttributeError) as error:
             raise StoreError(
                 f"the journal of the index is damaged ({error}); move the folder away and ingest the documents again"
             ) from error
         return noted
 
-    def _write(self, noted: Mapping[str, list[str]], key: str = _SETTING) -> None:
-        self._index.set_setting(key, json.dumps(noted))
+    def _write(self, noted: Mapping[str, list[str]], key: str = _SETTING, *, erases: bool = False) -> None:
+        self._index.set_setting(key, json.dumps(noted), erases=erases)
 
 
 def remove_document(index: PacketIndex, store: PacketStore, document_id: str) -> int:

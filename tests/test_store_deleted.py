@@ -106,6 +106,23 @@ def test_whatever_was_put_and_deleted_closing_leaves_only_what_is_there(tmp_path
     assert not [mark for mark in gone if mark.encode() in content] and len(gone) > 50
 
 
+@pytest.mark.parametrize("change", ["delete", "update", "metadata"])
+def test_names_and_metadata_of_what_is_gone_are_in_no_file_while_it_is_open(
+    backbone: Any, tmp_path: Path, change: str
+) -> None:
+    with pipeline(backbone, tmp_path, chunk_tokens=90) as rag:
+        rag.add([Document("secret-name", LEASE, {"title": "secret title"}), *documents(CHUNKS[2:])])
+        assert all(mark in on_disk(tmp_path) for mark in (b"secret-name", b"secret title", b"Ada Marlow"))
+        gone = [b"secret title", *([b"secret-name"] if change == "delete" else [])]
+        if change == "delete":
+            rag.delete("secret-name")
+        elif change == "update":
+            rag.add([Document("secret-name", LEASE, {"title": "another"})])
+        else:
+            rag.index.set_metadata(rag.index.chunk_ids("secret-name")[0], {"title": "another"})
+        assert not [mark for mark in gone if mark in on_disk(tmp_path)]
+
+
 @pytest.fixture
 def two(backbone: Any, tmp_path: Path) -> Iterator[tuple[KVPacketRAG, KVPacketRAG]]:
     """One folder opened twice, as by two processes."""

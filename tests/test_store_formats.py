@@ -44,7 +44,7 @@ def old(request: pytest.FixtureRequest, tmp_path: Path) -> Path:
 
 
 def test_a_fixture_is_kept_of_every_format() -> None:
-    assert {path.stem[-1] for path in DATA.glob("store-format-*.zip")} == {"1", "2", "3"}
+    assert {path.stem[-1] for path in DATA.glob("store-format-*.zip")} == {"1", "2", "3", "4"}
 
 
 def version_in(path: Path) -> str:
@@ -68,7 +68,7 @@ def test_every_file_of_a_folder_says_its_format_but_for_a_lock_that_holds_nothin
     packets = {name: found for name, found in versions.items() if name.endswith(".safetensors")}
     assert len(packets) == 4 and set(packets.values()) == {"1"}
     rest = {name: found for name, found in versions.items() if name not in packets}
-    assert rest == {"packets.sqlite": "2", "index.sqlite": "3", ".changing.lock": ""}
+    assert rest == {"packets.sqlite": "3", "index.sqlite": "4", ".changing.lock": ""}
     assert (tmp_path / ".changing.lock").read_bytes() == b""
 
 
@@ -124,7 +124,7 @@ def test_bringing_a_folder_up_to_date_may_be_cut_short(tmp_path: Path, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(Exception, match="user-defined function raised"):
-        patch.setattr("kvpacket_rag.store.schema.row_digest", cut_short)
+        patch.setattr("kvpacket_rag.store.schema._seal", cut_short)
         DiskStore(tmp_path)
     with sqlite3.connect(tmp_path / "packets.sqlite") as connection:
         assert connection.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone() == ("1",)
@@ -132,7 +132,7 @@ def test_bringing_a_folder_up_to_date_may_be_cut_short(tmp_path: Path, monkeypat
     assert [chunk.text for chunk in DiskStore(tmp_path).known(SIGNATURE)] == TEXTS
 
 
-@pytest.mark.parametrize("version", ["0", "3", "x", "-1", "1.5"])
+@pytest.mark.parametrize("version", ["0", "4", "x", "-1", "1.5"])
 def test_a_format_that_is_not_known_is_refused_naming_both(tmp_path: Path, version: str) -> None:
     with zipfile.ZipFile(DATA / "store-format-1.zip") as archive:
         archive.extractall(tmp_path)
@@ -141,7 +141,7 @@ def test_a_format_that_is_not_known_is_refused_naming_both(tmp_path: Path, versi
     connection.close()
     before = (tmp_path / "packets.sqlite").read_bytes()
     with pytest.raises(
-        StoreFormatError, match=f"format version {version}, expected 2 or an earlier one; use the version"
+        StoreFormatError, match=f"format version {version}, expected 3 or an earlier one; use the version"
     ):
         DiskStore(tmp_path)
     assert (tmp_path / "packets.sqlite").read_bytes() == before

@@ -9,6 +9,7 @@ import pickle
 import sqlite3
 import threading
 import tracemalloc
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from hypothesis import strategies as st
 from test_store import SIGNATURE, closing, make_packet, same  # noqa: F401 (closing is a fixture)
 from test_store_damage import Bomb
 
+from kvpacket_rag.cli import main
 from kvpacket_rag.errors import KVPacketError, PacketCorruptError, PacketError, StoreError, StoreFormatError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.namespace import namespace_folder
@@ -249,3 +251,37 @@ def test_a_row_of_no_packet_id_is_passed_over(tmp_path: Path) -> None:
         assert list(store.known(SIGNATURE)) == []
         with store.hold(["evil"]):
             pass
+
+
+OBJECTS = [
+    "CREATE TRIGGER evil AFTER INSERT ON packets BEGIN DELETE FROM owners; END",
+    "CREATE VIEW evil AS SELECT * FROM packets",
+    "CREATE TABLE evil (a)",
+    "DROP TRIGGER count_gone",
+    "DROP TRIGGER count_new; CREATE TRIGGER count_new AFTER INSERT ON packets BEGIN DELETE FROM owners; END",
+]
+
+
+@pytest.mark.parametrize("sql", OBJECTS)
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_a_catalogue_with_more_or_less_in_it_than_we_made_is_refused(tmp_path: Path, sql: str, version: int) -> None:
+    with zipfile.ZipFile(Path(__file__).parent / "data" / f"store-format-{[1, 2, 4][version - 1]}.zip") as archive:
+        archive.extractall(tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "packets.sqlite")) as catalogue:
+        catalogue.executescript(sql)
+    with pytest.raises(StoreFormatError, match=r"not laid out as this program does it: .*move its folder away"):
+        DiskStore(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["index.sqlite", "packets.sqlite", "index.sqlite-wal", "packets.sqlite-shm"])
+@pytest.mark.parametrize(("make", "told"), [(os.mkfifo, "a pipe"), (os.mkdir, "a folder")])
+def test_what_is_no_file_in_place_of_a_database_is_said(
+    tmp_path: Path, name: str, make: Any, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    DiskStore(tmp_path).close()
+    PacketIndex.open(tmp_path).close()
+    (tmp_path / name).unlink(missing_ok=True)
+    make(tmp_path / name)
+    with pytest.raises(StoreError, match=f"{name}' is {told}, expected a plain file; move it away"):
+        PacketIndex.open(tmp_path) if name.startswith("index") else DiskStore(tmp_path)
+    assert main(["check", str(tmp_path)]) == 1 and f"is {told}, expected" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import time
 from collections.abc import Mapping
@@ -68,7 +69,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _holds_something(folder: Path) -> bool:
-    return any((folder / name).is_file() for name in (INDEX_FILE, _STORE_FILE))
+    return any(os.path.lexists(folder / name) for name in (INDEX_FILE, _STORE_FILE))
 
 
 def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
@@ -81,7 +82,7 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
         if repair:
             opened.enter_context(change_lock(folder))
         index = None
-        if (folder / INDEX_FILE).is_file():
+        if os.path.lexists(folder / INDEX_FILE):
             index = opened.enter_context(closing(PacketIndex.open(folder, load=False)))
         remote = index.get_setting("remote") if index is not None else None
         store = opened.enter_context(closing(open_store(folder, remote, sweep=False)))

@@ -16,14 +16,13 @@ from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
 from kvpacket_rag.store.changes import CatalogueChanges, PacketRow, count_rows, find_row, is_intact
 from kvpacket_rag.store.metrics import StoreMetrics
 from kvpacket_rag.store.protocol import KnownChunk, is_packet_id
-from kvpacket_rag.store.schema import STORE_VERSION, prepare, row_digest, written_version
+from kvpacket_rag.store.schema import STORE_VERSION, damaged_owners, prepare, row_digest, written_version
 
 logger = logging.getLogger(__name__)
 
 _PAGE_ROWS = 1000
 _LARGEST_FILE = 1 << 40
 _LOG_WAIT_SECONDS = 1.0  # for readers to finish before the log is emptied of what was deleted
-_FULL_CODES = {sqlite3.SQLITE_FULL}
 _FOREIGN_CODES = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
 
 
@@ -132,6 +131,12 @@ class Catalogue:
     def owners(self, packet_id: str) -> list[str]:
         """The owners of a packet."""
         return [owner for (owner,) in self._rows("SELECT owner FROM owners WHERE packet_id = ?", packet_id)]
+
+    def damaged_owners(self) -> list[str]:
+        """The packets of owners whose names are not what was written."""
+        with self._read_lock, self._translated():
+            self._look_again()
+            return damaged_owners(self._reader)
 
     def totals(self) -> Totals:
         """Counts, bytes and revision now.
@@ -276,11 +281,12 @@ class Catalogue:
             raise self._unreadable("its structure is damaged") from error
         except sqlite3.Error as error:
             code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-            if code in _FULL_CODES:
+            if code == sqlite3.SQLITE_FULL:
                 raise StoreFullError(f"the disk of {str(self._path)!r} is full; free some room") from error
             if code in _FOREIGN_CODES:
                 raise self._unreadable(str(error)) from error
-            raise StoreError(f"the packet catalogue {str(self._path)!r} cannot be used: {error}") from error
+            advice = database.advice_on(error)[1]
+            raise StoreError(f"the packet catalogue {str(self._path)!r} cannot be used: {error}; {advice}") from error
 
     def _unreadable(self, why: str) -> StoreFormatError:
         return StoreFormatError(

@@ -9,7 +9,7 @@ from itertools import islice
 
 from kvpacket_rag.packet import Packet
 from kvpacket_rag.store.eviction import Candidate, Eviction, choose
-from kvpacket_rag.store.schema import row_digest
+from kvpacket_rag.store.schema import DAMAGED_OWNER, create_functions, owner_digest, row_digest
 
 STORED, EVICTED, QUARANTINED = "stored", "evicted", "quarantined"
 FILE_MISSING = "its file is missing"  # as the reason of an evicted row
@@ -132,7 +132,8 @@ class CatalogueChanges:
 
     def own(self, packet_id: str, owner: str) -> None:
         """Name an owner."""
-        self._connection.execute("INSERT OR IGNORE INTO owners VALUES (?, ?)", (packet_id, owner))
+        said = packet_id, owner
+        self._connection.execute("INSERT OR IGNORE INTO owners VALUES (?, ?, ?)", (*said, owner_digest(*said)))
 
     def disown(self, owners: Iterable[str]) -> list[str]:
         """Forget owners; returns the packets that had one of them and have none left, oldest first."""
@@ -145,8 +146,19 @@ class CatalogueChanges:
             ).fetchall()
             touched.update(packet_id for packet_id, _ in rows)
             self._connection.executemany("DELETE FROM owners WHERE packet_id = ? AND owner = ?", rows)
+        return self._unowned(touched)
+
+    def disown_damaged(self) -> list[str]:
+        """Forget owners whose names are not what was written; returns the packets that have none left, oldest first."""
+        create_functions(self._connection)
+        rows = self._connection.execute(f"DELETE FROM owners WHERE {DAMAGED_OWNER} RETURNING packet_id").fetchall()
+        return self._unowned({str(packet_id) for (packet_id,) in rows})
+
+    def _unowned(self, packet_ids: Set[str]) -> list[str]:
+        """Those of the packets that were disowned that nobody owns, oldest first."""
+        self.erased |= bool(packet_ids)
         query = "SELECT 1 FROM owners WHERE packet_id = ?"
-        unowned = [name for name in touched if not self._connection.execute(query, (name,)).fetchone()]
+        unowned = [name for name in packet_ids if not self._connection.execute(query, (name,)).fetchone()]
         found = ((self._numbers(name), name) for name in unowned)
         return [name for numbers, name in sorted(found) if numbers]
 

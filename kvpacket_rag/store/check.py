@@ -48,7 +48,7 @@ class StoreCheck:
     Attributes:
         packets: files found whole.
         bytes_read: of all files that were verified.
-        damaged_rows: ids of rows that do not say what was written.
+        damaged_rows: ids of rows that do not say what was written, or whose packets' owners do not.
         damaged_packets: damage by packet id.
         faults: of the catalogue's structure, as SQLite tells them.
         disorder: where files and rows disagreed.
@@ -102,6 +102,7 @@ def check(
     for packet_id, signature, text, num_tokens, digest in catalogue.rows():
         if not is_packet_id(packet_id) or row_digest(packet_id, signature, text, num_tokens) != digest:
             found.damaged_rows.append(packet_id)
+    found.damaged_rows += set(catalogue.damaged_owners()) - set(found.damaged_rows)
     _verify(folder, catalogue, upkeep, found, repair, progress)
     found.wrong_counts = not catalogue.counts_are_right()
     if repair:
@@ -147,6 +148,7 @@ def _repair(catalogue: Catalogue, upkeep: Upkeep, found: StoreCheck) -> None:
     with catalogue.transaction(durable=True) as changes:
         for packet_id in found.damaged_rows:
             changes.remove(packet_id)
+        changes.disown_damaged()
         changes.drop_nameless()
     upkeep.sweep()
     with catalogue.transaction() as changes:

@@ -11,6 +11,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from kvpacket_rag.database import require_plain
 from kvpacket_rag.errors import StoreError, StoreFullError
 from kvpacket_rag.store.packet_file import FileStamp
 from kvpacket_rag.store.protocol import require_packet_id
@@ -64,9 +65,11 @@ class StoreFolder:
         """Where the catalogue lies.
 
         Raises:
-            StoreError: it is gone or empty, and a new one would have the packet files beside it deleted.
+            StoreError: it is no plain file; or it is gone or empty, and a new one would have the packet files beside it
+                deleted.
         """
         path = self.root / "packets.sqlite"
+        require_plain(path)
         if not _has_content(path) and self.contents().packets and not _has_content(path):
             raise StoreError(
                 f"{str(path)!r} is missing or empty, though packet files lie beside it: the store is damaged. Put "
@@ -201,7 +204,9 @@ class StoreFolder:
                 f"the disk of {str(self.root)!r} is full, packet {packet_id!r} was not written; "
                 "free some room, or open the store with max_bytes"
             )
-        return StoreError(f"the file of packet {packet_id!r} cannot be changed in {str(self.root)!r}: {error}")
+        return StoreError(
+            f"the file of packet {packet_id!r} cannot be changed in {str(self.root)!r}: {error}; make it writable"
+        )
 
 
 def _has_content(path: Path) -> bool:

@@ -7,13 +7,18 @@ import sqlite3
 from collections.abc import Iterator
 from pathlib import Path
 
+from kvpacket_rag import database
 from kvpacket_rag.errors import StoreFormatError
 
-STORE_VERSION = 2
+STORE_VERSION = 3
+DAMAGED_OWNER = (  # a condition, with create_functions()
+    "typeof(packet_id) || typeof(owner) != 'texttext' "
+    "OR digest IS NOT seal(CAST(packet_id AS BLOB), CAST(owner AS BLOB))"
+)
 
 # The triggers keep counts, bytes and revision right whichever process changes a row, so that
 # reading them costs one row and not a scan.
-_SCHEMA = f"""
+_SCRIPT = f"""
 CREATE TABLE meta (key TEXT PRIMARY KEY, value TEXT NOT NULL) WITHOUT ROWID;
 INSERT INTO meta VALUES ('format_version', '{STORE_VERSION}');
 CREATE TABLE packets (
@@ -29,7 +34,8 @@ CREATE TABLE packets (
     digest BLOB NOT NULL DEFAULT x''
 );
 CREATE INDEX packets_by_use ON packets (state, last_used);
-CREATE TABLE owners (packet_id TEXT NOT NULL, owner TEXT NOT NULL, PRIMARY KEY (packet_id, owner)) WITHOUT ROWID;
+CREATE TABLE owners (packet_id TEXT NOT NULL, owner TEXT NOT NULL, digest BLOB NOT NULL DEFAULT x'',
+    PRIMARY KEY (packet_id, owner)) WITHOUT ROWID;
 CREATE INDEX owners_by_owner ON owners (owner);
 CREATE TABLE totals (stored INTEGER NOT NULL, size_bytes INTEGER NOT NULL, revision INTEGER NOT NULL);
 INSERT INTO totals VALUES (0, 0, 0);
@@ -48,17 +54,50 @@ END;
 """
 
 
+def _statements(script: str) -> Iterator[str]:
+    """The statements of a script one by one."""
+    pending = ""
+    for line in script.splitlines(keepends=True):
+        pending += line
+        if sqlite3.complete_statement(pending):
+            yield pending
+            pending = ""
+
+
+_SCHEMA = tuple(_statements(_SCRIPT))  # one by one: executescript() would commit the open transaction
+
+
 def row_digest(packet_id: str, signature: str, text: str, num_tokens: object) -> bytes:
     """16 bytes over what a row says of its packet: SQLite does not notice a bit that flips inside a text.
 
     A text that is not the one the packet was made from would be found in prompts and answered from the
     wrong packet, so no row is believed whose digest does not match.
     """
+    return _seal(packet_id, signature, str(num_tokens), text)
+
+
+def owner_digest(packet_id: str, owner: str) -> bytes:
+    """16 bytes over who owns what: a packet whose owner's name is damaged would outlive the owner."""
+    return _seal(packet_id, owner)
+
+
+def _seal(*parts: str) -> bytes:
     digest = hashlib.blake2b(digest_size=16)
-    for part in (packet_id, signature, str(num_tokens), text):
+    for part in parts:
         content = part.encode(errors="surrogatepass")
         digest.update(len(content).to_bytes(8, "little") + content)
     return digest.digest()
+
+
+def create_functions(connection: sqlite3.Connection) -> None:
+    """``seal`` for SQL, of parts as blobs."""
+    connection.create_function("seal", -1, lambda *parts: _seal(*(part.decode(errors="replace") for part in parts)))
+
+
+def damaged_owners(connection: sqlite3.Connection) -> list[str]:
+    """The packets of owners whose names are not what was written."""
+    create_functions(connection)
+    return [str(row[0]) for row in connection.execute(f"SELECT packet_id FROM owners WHERE {DAMAGED_OWNER}")]
 
 
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
@@ -71,10 +110,11 @@ def prepare(connection: sqlite3.Connection, path: Path) -> None:
     try:
         version = written_version(connection, path)  # another process may have been quicker
         if version is None:
-            for statement in _statements(_SCHEMA):
+            for statement in _SCHEMA:
                 connection.execute(statement)
         elif version < STORE_VERSION:
-            _from_version_1(connection)
+            _migrate(connection, version)
+            written_version(connection, path)
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
@@ -101,22 +141,18 @@ def written_version(connection: sqlite3.Connection, path: Path) -> int | None:
             f"{STORE_VERSION} or an earlier one; use the version of kvpacket-rag that wrote it, or ingest the "
             "documents into a new folder"
         )
-    return known[row[0]]
+    version = known[row[0]]
+    database.require_objects(connection, repr(str(path)), _SCHEMA, is_current=version == STORE_VERSION)
+    return version
 
 
-def _from_version_1(connection: sqlite3.Connection) -> None:
-    """Rows had no digest: what they say is believed once more, and sealed."""
-    connection.execute("ALTER TABLE packets ADD COLUMN digest BLOB NOT NULL DEFAULT x''")
-    connection.create_function("row_digest", 4, row_digest, deterministic=True)
-    connection.execute("UPDATE packets SET digest = row_digest(packet_id, signature, text, num_tokens)")
+def _migrate(connection: sqlite3.Connection, version: int) -> None:
+    """Rows had no digest, and owners none in version 2: what they say is believed once more, and sealed."""
+    create_functions(connection)
+    tables = {1: ("packets", ("packet_id", "signature", "num_tokens", "text")), 2: ("owners", ("packet_id", "owner"))}
+    for earlier in range(version, STORE_VERSION):
+        table, columns = tables[earlier]
+        sealed = ", ".join(f"CAST({column} AS BLOB)" for column in columns)
+        connection.execute(f"ALTER TABLE {table} ADD COLUMN digest BLOB NOT NULL DEFAULT x''")
+        connection.execute(f"UPDATE {table} SET digest = seal({sealed})")
     connection.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(STORE_VERSION),))
-
-
-def _statements(script: str) -> Iterator[str]:
-    """The statements of a script one by one: executescript() would commit the open transaction."""
-    pending = ""
-    for line in script.splitlines(keepends=True):
-        pending += line
-        if sqlite3.complete_statement(pending):
-            yield pending
-            pending = ""
