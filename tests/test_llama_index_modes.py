@@ -14,6 +14,7 @@ from llama_index.core.agent.workflow import ReActAgent
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse
 from llama_index.core.memory import ChatMemoryBuffer
 from llama_index.core.query_engine import CitationQueryEngine, SubQuestionQueryEngine
+from llama_index.core.question_gen import LLMQuestionGenerator
 from llama_index.core.question_gen.types import BaseQuestionGenerator, SubQuestion
 from llama_index.core.response_synthesizers import get_response_synthesizer
 from llama_index.core.tools import QueryEngineTool, RetrieverTool
@@ -113,13 +114,30 @@ def node_aware_citation(llm: KVPacketLLM, index: VectorStoreIndex, way: str) -> 
     return ask(CitationQueryEngine.from_args(index, llm=llm, response_synthesizer=synthesizer), "query", way)
 
 
-def sub_questions(llm: KVPacketLLM, index: VectorStoreIndex, way: str) -> Any:
-    tool = QueryEngineTool.from_defaults(index.as_query_engine(llm=llm), name="library", description="Leases.")
-    synthesizer = get_response_synthesizer(llm=llm, streaming="streamed" in way)
-    made = SubQuestionQueryEngine.from_defaults(
-        [tool], question_gen=OneQuestion(), response_synthesizer=synthesizer, verbose=False, use_async=False
-    )
-    return ask(made, "query", way)
+class Decomposing(KVPacketLLM):
+    """Says what an able model would when it is asked for sub-questions."""
+
+    def predict(self, prompt: Any, **given: Any) -> str:
+        return f'```json\n{{"items": [{{"sub_question": "{QUESTION}", "tool_name": "library"}}]}}\n```'
+
+    async def apredict(self, prompt: Any, **given: Any) -> str:
+        return self.predict(prompt)
+
+
+def sub_questions(by_model: bool) -> Ask:
+    def run(llm: KVPacketLLM, index: VectorStoreIndex, way: str) -> Any:
+        tool = QueryEngineTool.from_defaults(index.as_query_engine(llm=llm), name="library", description="Leases.")
+        asked = LLMQuestionGenerator.from_defaults(Decomposing(engine=llm.engine)) if by_model else OneQuestion()
+        made = SubQuestionQueryEngine.from_defaults(
+            [tool],
+            question_gen=asked,  # else it asks for llama-index-question-gen-openai, whatever the model
+            response_synthesizer=get_response_synthesizer(llm=llm, streaming="streamed" in way),
+            verbose=False,
+            use_async=False,
+        )
+        return ask(made, "query", way)
+
+    return run
 
 
 async def agent(llm: KVPacketLLM, index: VectorStoreIndex, way: str) -> str:
@@ -137,7 +155,8 @@ SCENES: dict[str, Ask] = {
     "compact, multimodal": mode("compact", multimodal=True),
     "citation": citation,
     "citation, node-aware": node_aware_citation,
-    "sub-questions": sub_questions,
+    "sub-questions": sub_questions(by_model=False),
+    "sub-questions by the model": sub_questions(by_model=True),
     "ReAct agent": agent,
 }
 CASES = [
