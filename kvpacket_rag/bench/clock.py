@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+_REST = 0.005  # seconds; torch's threads spin for 3 ms after their work and would take a core from what comes next
+
 
 def describe(dtype: torch.dtype, device: torch.device) -> str:
     """Card or processor, threads, number format and versions, in one line."""
@@ -29,9 +31,10 @@ def _processor() -> str:
 
 
 def seconds(work: Callable[[], object], repeats: int) -> list[float]:
-    """Wall-clock seconds of each repeat."""
+    """Wall-clock seconds of each repeat, begun when the threads of what came before are at rest."""
     found = []
     for _ in range(repeats):
+        time.sleep(_REST)
         started = time.perf_counter()
         work()
         if torch.cuda.is_available():
