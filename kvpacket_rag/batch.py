@@ -145,7 +145,7 @@ def _try(
     except (MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        logger.warning("memory of %s ran out for %d prompts at once: %s", backbone.device, len(tasks), error)
+        logger.warning("memory of %s ran out for %d prompts at once: %s", backbone.device, len(tasks), str(error))
         return None
     return {number: writing.answer(filled[number]) for number, writing in writings.items()}
 

@@ -156,7 +156,8 @@ class PacketEncoder:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("memory of %s ran out for %d chunks at once: %s", self.backbone.device, len(batch), error)
+            told = str(error)  # the error itself would keep the tensors of its frames
+            logger.warning("memory of %s ran out for %d chunks at once: %s", self.backbone.device, len(batch), told)
             return None
 
     def _quantised(self, parts: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

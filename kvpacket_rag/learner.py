@@ -177,7 +177,7 @@ class ChunkLearner:
             if texts:
                 self._writer.write_missing(texts)
         except KVPacketError as error:
-            logger.warning("retrieved chunks could not be encoded: %s", error)
+            logger.warning("retrieved chunks could not be encoded: %s", str(error))
             reason = str(error)
         finally:  # those before an error are stored, whatever it is
             names = [name for text in texts for name, _ in self._name(text) if name in self._store]

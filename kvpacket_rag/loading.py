@@ -96,14 +96,14 @@ class PacketLoader:
             loaded.reused.append(name)
             return packet
         except (PacketError, StoreError) as error:
-            logger.warning("packet %s is encoded again: %s", name, error)
+            logger.warning("packet %s is encoded again: %s", name, str(error))
             loaded.misses.append(Miss(name, str(error)))
         (packet,) = self._encoder.encode([(name, ids_of(self._encoder.backbone, part))])
         loaded.encoded_tokens += packet.num_tokens
         try:
             self._store.put(packet, part.text, only_known=True)
         except StoreError as error:
-            logger.warning("packet %s serves this request only: %s", name, error)
+            logger.warning("packet %s serves this request only: %s", name, str(error))
         return packet
 
 

@@ -205,7 +205,7 @@ def hub_has(name: str, token: str | bool | None = None) -> bool:
     except HfHubHTTPError:
         return True  # a mirror without this query, or a busy hub: somebody is there
     except Exception as error:  # which library's transport errors these are depends on the hub client's version
-        logger.info("the hub cannot be reached: %s", error)
+        logger.info("the hub cannot be reached: %s", str(error))
         return False
     return True
 

@@ -155,7 +155,7 @@ class Prefiller:
         except (MemoryError, RuntimeError) as error:
             if not is_out_of_memory(error):
                 raise
-            logger.warning("memory of %s ran out while a prompt was assembled: %s", self._backbone.device, error)
+            logger.warning("memory of %s ran out while a prompt was assembled: %s", self._backbone.device, str(error))
             return None
 
     def fill(self, loaded: Loaded, context: Context, sparing: bool = False) -> Prefilled:

@@ -53,12 +53,9 @@ class RowSearch:
             raise StoreError(f"k is {k}; ask for at least one hit")
         with self._rows.file.reading():  # one snapshot: what another process deletes meanwhile is seen next time
             nearest = self.refresh()
-            query = unit_vectors(cast(npt.ArrayLike, [vector]), nearest.dim if nearest else self.dim, ["the question"])[
-                0
-            ]
-            if nearest is None or not len(nearest):
-                return []
-            while True:
+            dim = nearest.dim if nearest else self.dim
+            query = unit_vectors(cast(npt.ArrayLike, [vector]), dim, ["the question"])[0]
+            while nearest is not None and len(nearest):
                 ids = self._candidates(nearest, query, k, where)
                 # FAISS adds in float32 in an order of its own; equal vectors must get equal scores.
                 scores = (nearest.take(ids).astype(np.float64) * query).sum(axis=1).clip(-1, 1)
@@ -68,6 +65,7 @@ class RowSearch:
                 if not len(damaged):
                     return [Hit(row[0], float(scores[i]), row[1]) for i, row in found.items() if row]
                 self._pass_over(nearest, damaged)
+        return []
 
     def _candidates(
         self, nearest: NearestVectors, query: Vectors, k: int, where: Callable[[Chunk], bool] | None

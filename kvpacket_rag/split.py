@@ -14,6 +14,7 @@ from kvpacket_rag.errors import DocumentError
 # Before each cut the splitter looks at all that lies ahead, which takes time in the square of a text
 # without line or sentence breaks. So it is shown this many characters at a time, or more for long chunks.
 _WINDOW = 32_768
+_ENOUGH = (2, 8)  # characters a token; of a text without breaks, all that lies ahead is one piece to be counted
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +73,7 @@ class Splitter:
     def _cut(self, document: Document, capacity: int, overlap: int) -> Iterator[tuple[int, int]]:
         """Starts and ends of pieces within the capacity, found window by window."""
         kind = MarkdownSplitter if document.metadata.get("kind") == "markdown" else TextSplitter
-        splitter = kind.from_callback(lambda piece: self._count(piece.strip()), capacity, overlap)
+        splitter = kind.from_callback(lambda piece: self._size(piece.strip(), capacity), capacity, overlap)
         text, start, window = document.text, 0, max(_WINDOW, 40 * capacity)
         while start < len(text):
             found = splitter.chunk_indices(text[start : start + window])
@@ -85,6 +86,13 @@ class Splitter:
                 following = start + last
             yield from ((start + at, start + at + len(piece)) for at, piece in found)
             start = following
+
+    def _size(self, piece: str, capacity: int) -> int:
+        """Tokens of a piece, or of enough of it to see that it is over the capacity, which is all that is asked."""
+        for length in (each * capacity for each in _ENOUGH):
+            if length < len(piece) and (num_tokens := self._count(piece[:length])) > capacity:
+                return num_tokens
+        return self._count(piece)
 
     def _fit(self, document: Document, start: int, end: int, max_tokens: int) -> Iterator[_Piece]:
         """The piece with its edges stripped, halved until it fits by our own count, whoever cut it."""

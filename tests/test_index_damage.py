@@ -84,8 +84,9 @@ def test_rows_that_changed_places_are_damaged(folder: Path) -> None:
     assert found(folder) == ({"c0", "c3", "c4", "c5"}, 2)
 
 
-def test_vectors_that_are_all_damaged_are_all_counted(folder: Path) -> None:
-    statement(folder, "UPDATE vectors SET vector = x'00'")
+@pytest.mark.parametrize("sql", ["UPDATE vectors SET vector = x'00'", "UPDATE chunks SET text = 'forged'"])
+def test_rows_that_are_all_damaged_are_all_counted(folder: Path, sql: str) -> None:
+    statement(folder, sql)
     assert found(folder) == (set(), NUMBER)
 
 

@@ -172,3 +172,17 @@ def test_a_character_too_large_for_any_chunk_is_named() -> None:
 def test_an_error_of_the_count_reaches_the_caller() -> None:
     with pytest.raises(ZeroDivisionError):
         Splitter(lambda text: len(text) // 0).split(Document("d", "some text"), 4)
+
+
+@pytest.mark.parametrize("text", ["a" * 60_000, "a" + "\u0301" * 60_000, "漢字仮名" * 15_000, "0123456789" * 6_000])
+def test_a_text_without_breaks_is_counted_a_few_times_over_and_no_more(text: str) -> None:
+    counted = 0
+
+    def count(piece: str) -> int:
+        nonlocal counted
+        counted += len(piece)
+        return len(piece)
+
+    chunks = Splitter(count).split(Document("d", text), 256)
+    assert visible("".join(chunk.text for chunk in chunks)) == text
+    assert counted < 30 * len(text)  # which grows with the length of the text where all that lies ahead is counted

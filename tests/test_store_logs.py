@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import errno
 import logging
@@ -114,3 +115,22 @@ def test_an_ordinary_life_of_a_folder_logs_no_warning_and_prints_nothing(
             assert rag.engine.store.check().is_sound  # type: ignore[attr-defined]
     assert [record for record in caplog.records if record.levelno >= logging.WARNING] == []
     assert capfd.readouterr() == ("", "") and len(packet_files(tmp_path)) == 2
+
+
+SOURCES = [
+    path for name in ("kvpacket_rag", "integrations") for path in (Path(__file__).parents[1] / name).rglob("*.py")
+]
+
+
+def test_no_log_keeps_an_error_alive_with_the_tensors_of_its_frames() -> None:
+    """A record holds its arguments, an error its traceback, and that every local name of its frames."""
+    assert len(SOURCES) > 100
+    kept = []
+    for path in SOURCES:
+        for handler in ast.walk(ast.parse(path.read_text())):
+            if isinstance(handler, ast.ExceptHandler) and handler.name:
+                calls = [node for node in ast.walk(handler) if isinstance(node, ast.Call)]
+                logs = [call for call in calls if ast.unparse(call.func).startswith("logger.")]
+                given = [arg for call in logs for arg in call.args if isinstance(arg, ast.Name)]
+                kept += [f"{path}:{arg.lineno}" for arg in given if arg.id == handler.name]
+    assert kept == []

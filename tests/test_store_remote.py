@@ -9,7 +9,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -198,6 +198,32 @@ def test_what_is_coming_in_takes_no_more_than_the_cap(
     with store.hold(names):
         assert all(same(store.get(name, SIGNATURE), packet) for name, packet in zip(names, packets, strict=True))
     assert len(seen) == 8 and max(seen) <= 2
+
+
+def test_the_folder_takes_no_more_than_its_cap_and_one_packet(
+    machine: Callable[..., RemoteStore], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    packets, first, download = [make_packet(seed) for seed in range(10)], machine(), Bucket.download
+    names, folder, seen = [packet.packet_id for packet in packets], tmp_path / "second", []
+    for packet in packets:
+        first.put(packet, "text")
+
+    def watched(self: Bucket, key: str, path: Path) -> int | None:
+        size_bytes = download(self, key, path)
+        for _ in range(5):
+            time.sleep(0.01)
+            with suppress(FileNotFoundError):
+                there = [*files(folder / "incoming"), *(folder / "packets").rglob("*.safetensors")]
+                seen.append(sum(path.stat().st_size for path in there))
+        return size_bytes
+
+    store = machine("second", max_bytes=4 * SIZE)
+    for name in names[:4]:
+        store.get(name, SIGNATURE)
+    monkeypatch.setattr(Bucket, "download", watched)
+    with store.hold(names[4:]):
+        assert all(same(store.get(packet.packet_id, SIGNATURE), packet) for packet in packets[4:])
+    assert 4 * SIZE <= max(seen) <= 5 * SIZE
 
 
 def test_a_held_prompt_is_fetched_ahead_and_once(machine: Callable[..., RemoteStore]):

@@ -147,5 +147,5 @@ class KVPacketRetriever(PlainErrors, BaseRetriever):
             try:
                 self.engine.encode([text])
             except (DeviceError, DocumentError, StoreError) as error:
-                logger.warning("a retrieved document has no packet and is read in full: %s", error)
+                logger.warning("a retrieved document has no packet and is read in full: %s", str(error))
         return documents

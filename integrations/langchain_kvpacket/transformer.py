@@ -70,7 +70,7 @@ class KVPacketTransformer(BaseDocumentTransformer):
         try:
             return self.engine.encoder.identify(document.page_content)[0]
         except DocumentError as error:
-            logger.warning("document %s gets no packet: %s", document.id, error)
+            logger.warning("document %s gets no packet: %s", document.id, str(error))
             return ""
 
     def _owner(self, name: str) -> str:

@@ -45,7 +45,7 @@ def encodable(engine: KVPacketEngine, nodes: Iterable[BaseNode], owner: str, tex
         try:
             packet_id, _ = engine.encoder.identify(text)
         except DocumentError as error:
-            logger.warning("node %s gets no packet: %s", node.node_id, error)
+            logger.warning("node %s gets no packet: %s", node.node_id, str(error))
             continue
         found.append(Encodable(node, text, packet_id, owner_name(owner, document_of(node) or node.node_id)))
     return found

@@ -85,7 +85,7 @@ class KVPacketPostprocessor(BaseNodePostprocessor):
             self._engine.encode(texts, owners)
         except (DeviceError, StoreError) as error:
             left = sum(name not in self._engine.store for name in missing)
-            logger.warning("%d retrieved nodes have no packet and are read in full: %s", left, error)
+            logger.warning("%d retrieved nodes have no packet and are read in full: %s", left, str(error))
         made = sum(name in self._engine.store for name in missing)
         with self._lock:
             self._encoded += made

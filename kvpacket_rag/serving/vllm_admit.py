@@ -200,7 +200,7 @@ class Admission:
         try:
             placed = self._check(request)
         except Exception as error:  # whatever a request holds, it may not stop the scheduler
-            logger.error("request %s is refused: %s: %s", request.request_id, type(error).__name__, error)
+            logger.error("request %s is refused: %s: %s", request.request_id, type(error).__name__, str(error))
             self._refused.add(request.request_id)
             request.skip_reading_prefix_cache = False  # or the scheduler would not ask for tokens from outside
             return

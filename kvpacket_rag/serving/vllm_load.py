@@ -173,7 +173,8 @@ class Work:
             if torch.cuda.is_available():
                 torch.cuda.current_stream().synchronize()
         except Exception as error:  # it fails this request, and may not stop the worker
-            logger.error("packets of request %s cannot be loaded: %s: %s", load.request_id, type(error).__name__, error)
+            kind, told = type(error).__name__, str(error)
+            logger.error("packets of request %s cannot be loaded: %s: %s", load.request_id, kind, told)
             return False
         return True
 

@@ -51,7 +51,7 @@ class RemoteStore:
             credentials.
         cache: the folder, one for each URL below the user's cache folder by default. A store on disk that lies there
             already is uploaded.
-        max_bytes: cap on the packets in the cache; those on their way into it take as much again at most.
+        max_bytes: cap on the packets in the cache and on their way into it, but for one of these.
         eviction: what makes room there; see :class:`~kvpacket_rag.store.DiskStore`.
         refresh_seconds: how often other machines' changes are looked for, beside the work.
         threads: requests at a time.
@@ -132,7 +132,7 @@ class RemoteStore:
             try:
                 return self._cache.get(packet_id, signature)
             except (PacketNotFoundError, PacketCorruptError) as error:
-                logger.debug("the cache does not have packet %s: %s", packet_id, error)
+                logger.debug("the cache does not have packet %s: %s", packet_id, str(error))
             packet = self._transfer.fetch(packet_id)
             self.metrics.count(hits=1)
         if packet is None:
@@ -243,7 +243,7 @@ class RemoteStore:
             try:
                 packet = self._cache.get(name, PacketSignature.from_json(signature))
             except PacketError as error:
-                logger.warning("packet %s is not uploaded: %s", name, error)
+                logger.warning("packet %s is not uploaded: %s", name, str(error))
                 continue
             self._cache.learn([self._transfer.upload(packet, text, packet_parts(packet))])
             for owner in owners:
@@ -260,7 +260,7 @@ class RemoteStore:
         try:
             self.refresh()
         except StoreError as error:
-            logger.warning("what other machines stored is looked for later: %s", error)
+            logger.warning("what other machines stored is looked for later: %s", str(error))
 
 
 def open_store(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 
-from kvpacket_rag.errors import PacketNotFoundError, StoreError
+from kvpacket_rag.errors import PacketNotFoundError, StoreError, StoreFullError
 from kvpacket_rag.packet import Packet
 from kvpacket_rag.store.changes import EVICTED, QUARANTINED, STORED, PacketRow
 from kvpacket_rag.store.disk import DiskStore
@@ -77,6 +77,15 @@ class RemoteCache(DiskStore):
         """
         while not self._try_put(packet, text, _keeper(packet.packet_id), list(parts), only_known=True):
             pass  # room was made
+
+    def has_room(self, size_bytes: int) -> bool:
+        """Whether so many bytes fit under the cap, now that what nobody holds made way."""
+        try:
+            with self._catalogue.transaction() as changes:
+                self._upkeep.make_room(changes, size_bytes)
+        except StoreFullError:
+            return False
+        return True
 
     def name_owner(self, packet_id: str, owner: str) -> None:
         """Remember an owner of a packet, if the packet is known."""

@@ -75,7 +75,7 @@ class Transfer:
             return None if content is None else ChunkRecord.from_json(content, packet_id)
         except StoreFormatError as error:
             self._metrics.count(damaged_rows=1)
-            logger.warning("%s", error)
+            logger.warning("%s", str(error))
             return None
 
     def keep(self, packet: Packet, text: str, parts: Sequence[bytes | memoryview]) -> bool:
@@ -83,7 +83,7 @@ class Transfer:
         try:
             self._cache.keep(packet, text, parts)
         except StoreFullError as error:
-            logger.info("packet %s is not kept in the cache: %s", packet.packet_id, error)
+            logger.info("packet %s is not kept in the cache: %s", packet.packet_id, str(error))
             return False
         return True
 
@@ -161,14 +161,17 @@ class Transfer:
 
     @contextmanager
     def _coming(self, packet_id: str) -> Iterator[None]:
-        """Wait until what is coming in has room for a packet: the cache's cap, or one packet that is larger."""
+        """Wait until the cache has room for a packet beside all that is coming in, or it is alone in coming in.
+
+        So the folder never takes more than its cap and one packet, which lies there twice while it is moved in.
+        """
         cap = self._cache.max_bytes
         if cap is None:
             yield
             return
         size_bytes = self._bucket.size(packet_key(packet_id))
         with self._room:
-            self._room.wait_for(lambda: not self._coming_bytes or self._coming_bytes + size_bytes <= cap)
+            self._room.wait_for(lambda: not self._coming_bytes or self._cache.has_room(self._coming_bytes + size_bytes))
             self._coming_bytes += size_bytes
         try:
             yield

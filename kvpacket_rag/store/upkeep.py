@@ -188,7 +188,7 @@ class Upkeep:
                     self._settle(changes, packet_id)
                 changes.note(LAST_SWEEP, str(int(time.time())))
         except StoreError as error:
-            logger.info("the store is not swept: %s", error)
+            logger.info("the store is not swept: %s", str(error))
         return found
 
     def _compare(self) -> tuple[Disorder, set[str], list[Path]]:

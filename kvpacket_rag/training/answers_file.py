@@ -68,7 +68,7 @@ class AnswersFolder:
             logger.warning(
                 "the teacher's answers are not remembered any more: %s; training goes on, and a later run will "
                 "have to ask again. Make room in %s to have them kept",
-                error,
+                str(error),
                 self._folder,
             )
 

@@ -153,7 +153,7 @@ class _Server:
         """What the client is told; what is not its fault is logged, without the words of an unforeseen error."""
         found = of_engine(error, call.param if call else "")
         if isinstance(error, StoreError | PacketError | DeviceError):
-            logger.error("request %s: %s: %s", name, type(error).__name__, error)
+            logger.error("request %s: %s: %s", name, type(error).__name__, str(error))
         elif found is error and found.status >= 500:  # of our own words
             logger.error("request %s: %s", name, found)
         elif found.status >= 500:
