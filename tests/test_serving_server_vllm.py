@@ -32,6 +32,7 @@ class PlayedVLLM:
 
     def __init__(self) -> None:
         self.status = 200
+        self.window: dict[str, Any] = {"max_model_len": 1500}
         self.asked: list[dict[str, Any]] = []
         self.left = 0
         self.forever = False
@@ -42,7 +43,7 @@ class PlayedVLLM:
             "[DONE]",
         ]
         routes = [
-            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "served", "max_model_len": 1500}]})),
+            Route("/v1/models", lambda _: JSONResponse({"data": [{"id": "served", **self.window}]})),
             Route("/v1/completions", self._complete, methods=["POST"]),
         ]
         self.app = Starlette(routes=routes)
@@ -157,7 +158,15 @@ def test_a_limit_beyond_its_window_is_refused_and_our_own_is_lowered(served: Ser
     assert 0 < room < 12 and vllm.asked[0]["max_tokens"] == room
 
 
-def test_nobody_there_is_an_error(address: str):
+def test_the_window_of_ray_serve_stands_elsewhere(address: str, vllm: PlayedVLLM):
+    vllm.window = {"metadata": {"max_request_context_length": 700}}
+    assert VLLMAddress(address).find_model() == VLLMModel("served", 700)
+
+
+def test_nobody_there_is_an_error(address: str, vllm: PlayedVLLM):
     assert VLLMAddress(address).find_model() == VLLMModel("served", 1500)
+    for vllm.window in ({}, {"metadata": None}, {"max_model_len": "long"}):
+        with pytest.raises(KVPacketError, match="no vLLM answers"):
+            VLLMAddress(address).find_model()
     with pytest.raises(KVPacketError, match="no vLLM answers"):
         VLLMAddress("http://127.0.0.1:1").find_model()

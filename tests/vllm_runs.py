@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import socket
 import subprocess
 import time
@@ -14,7 +15,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from kvpacket_rag.demo import corpus_folder
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.models import resolve_model
 from kvpacket_rag.serving.vllm_prompt import VLLMPrompt, VLLMPrompter
-from kvpacket_rag.store import DiskStore
+from kvpacket_rag.store import DiskStore, PacketStore
 
 ROOT = Path(__file__).resolve().parent.parent
 PYTHON = Path(os.environ.get("KVPACKET_VLLM_PYTHON", ROOT / ".venv-scale" / "vllm" / "bin" / "python"))
@@ -47,6 +48,8 @@ _ENVIRONMENT = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_LOGGING_LEVEL": "WARNING",
+    "RAY_OVERRIDE_RESOURCES": '{"CPU": 8}',  # a replica takes one and waits for it
+    "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
@@ -65,21 +68,28 @@ class World:
         folder: for store, card, jobs and answers.
         model: folder of the model.
         prompts: what is asked.
+        settings: further ones of the connector, or others.
     """
 
     engine: KVPacketEngine
     folder: Path
     model: Path
     prompts: Sequence[list[Message]]
+    settings: dict[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.prompter = VLLMPrompter(self.engine)
         self.prompter.card.save(self.folder / "card.json")
 
     @property
+    def dtype(self) -> str:
+        """Of model and packets."""
+        return self.engine.signature.dtype
+
+    @property
     def connector(self) -> dict[str, Any]:
         """Settings of the connector."""
-        return {"card": str(self.folder / "card.json"), "store": str(self.folder / "store")}
+        return {"card": str(self.folder / "card.json"), "store": str(self.folder / "store")} | self.settings
 
     @cached_property
     def cut(self) -> list[VLLMPrompt]:
@@ -104,7 +114,7 @@ class World:
         """Rounds of requests through vLLM's Python API; see ``benchmarks/vllm_offline.py``."""
         require_vllm()
         connector = self.connector | {"async_load": async_load}
-        job = {"llm": {"model": str(self.model), "dtype": "float32"} | llm, "connector": connector, "rounds": rounds}
+        job = {"llm": {"model": str(self.model), "dtype": self.dtype} | llm, "connector": connector, "rounds": rounds}
         given, got = self.folder / "job.json", self.folder / "answers.json"
         given.write_text(json.dumps(job))
         got.unlink(missing_ok=True)
@@ -122,14 +132,13 @@ def smollm2(folder: Path) -> World:
     return World(engine, folder, Path(resolve_model(SMALL)), chats(texts))
 
 
-def tiny(folder: Path, model: Any, tokenizer: Any) -> World:
+def tiny(folder: Path, model: Any, tokenizer: Any, store: PacketStore | None = None, **engine_options: Any) -> World:
     """A random model with soft tokens before and behind every chunk, over a copy of it that vLLM can read."""
     model.save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
     backbone = Backbone(model, tokenizer, "tiny")
-    engine = KVPacketEngine(
-        backbone, DiskStore(folder / "store"), Adapter.random(backbone.embed(range(500)), 3, 2, seed=1)
-    )
+    adapter = Adapter.random(backbone.embed(range(500)), 3, 2, seed=1)
+    engine = KVPacketEngine(backbone, store or DiskStore(folder / "store"), adapter, **engine_options)
     texts = sections()
     engine.encode(texts)
     return World(engine, folder, folder / "model", chats(texts))
@@ -219,35 +228,61 @@ class Server:
 @contextmanager
 def serving(world: World, *arguments: str, async_load: bool = False) -> Iterator[Server]:
     """Start vLLM's OpenAI-compatible server over a world's packets, and end it."""
-    require_vllm()
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = _free_port()
     config = {"kv_connector": "KVPacketConnector", "kv_connector_module_path": CONNECTOR, "kv_role": "kv_both"}
     config |= {"kv_connector_extra_config": world.connector | {"async_load": async_load}}
     command = [str(PYTHON), "-m", "vllm.entrypoints.openai.api_server", "--model", str(world.model)]
-    command += ["--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+    command += ["--served-model-name", "served", "--host", "127.0.0.1", "--port", str(port), "--dtype", world.dtype]
     command += ["--enforce-eager", "--max-model-len", "2048", "--block-size", "32"]
     command += ["--kv-transfer-config", json.dumps(config), *arguments]
-    server = Server(f"http://127.0.0.1:{port}", world.folder / "server.log")
+    with _running(command, Server(f"http://127.0.0.1:{port}", world.folder / "server.log")) as server:
+        yield server
+
+
+@contextmanager
+def serving_replicas(world: World, num_replicas: int) -> Iterator[Server]:
+    """Start replicas of vLLM in a Ray cluster of their own, and end both."""
+    port = _free_port()
+    args = world.connector | {"model": str(world.model), "num_replicas": num_replicas, "cpus": 1}
+    args["engine"] = {"enforce_eager": True, "block_size": 32}
+    application = {"import_path": "kvpacket_rag.serving.ray_serve:app", "args": args}
+    config = world.folder / "replicas.yaml"
+    config.write_text(json.dumps({"http_options": {"port": port}, "applications": [application]}))
+    command = [str(PYTHON.with_name("serve")), "run", "--address", "local", str(config)]
+    with _running(command, Server(f"http://127.0.0.1:{port}", world.folder / "server.log")) as server:
+        yield server
+
+
+@contextmanager
+def _running(command: list[str], server: Server) -> Iterator[Server]:
+    """A program while it answers, from its own environment."""
+    require_vllm()
+    own = os.environ | _ENVIRONMENT | {"PATH": f"{PYTHON.parent}{os.pathsep}{os.environ['PATH']}"}
     with open(server.log, "w") as log:
-        process = subprocess.Popen(command, stdout=log, stderr=log, env=os.environ | _ENVIRONMENT)
+        process = subprocess.Popen(command, stdout=log, stderr=log, env=own)
     try:
         _wait(process, server)
         yield server
     finally:
-        process.terminate()
+        process.send_signal(signal.SIGINT)
         try:
-            process.wait(timeout=30)
+            process.wait(timeout=60)
         except subprocess.TimeoutExpired:
             process.kill()
+
+
+def _free_port() -> int:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
 
 
 def _wait(process: subprocess.Popen[bytes], server: Server) -> None:
     for _ in range(900):
         assert process.poll() is None, server.log.read_text()[-6000:]
         try:
-            urllib.request.urlopen(f"{server.url}/health", timeout=2).close()
+            urllib.request.urlopen(f"{server.url}/v1/models", timeout=2).close()
             return
         except OSError:
             time.sleep(1)

@@ -50,7 +50,10 @@ class VLLMAddress:
         try:
             found = httpx.get(f"{self.url}/v1/models", headers=self.headers, timeout=_TIMEOUT)
             model = found.raise_for_status().json()["data"][0]
-            return VLLMModel(str(model["id"]), int(model["max_model_len"]))
+            window = (
+                model.get("max_model_len") or model["metadata"]["max_request_context_length"]
+            )  # the latter of Ray's
+            return VLLMModel(str(model["id"]), int(window))
         except (httpx.HTTPError, httpx.InvalidURL, ValueError, LookupError, TypeError) as error:
             raise KVPacketError(
                 f"no vLLM answers at {self.url} ({type(error).__name__}: {error}); start it first, with the connector "
