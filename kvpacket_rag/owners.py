@@ -44,6 +44,10 @@ def claim_names(index: PacketIndex, store: PacketStore) -> None:
     An index that cannot be written keeps what it has: it cannot change either.
     """
     if _has_own(index, store):
+        if _is_shared(store) and len(index) and index.get_setting(_PREFIX) is None:  # it came from a folder of its own
+            with suppress(StoreError):
+                index.set_setting(UNOWNED, "true")
+                index.set_setting(_PREFIX, f"{uuid.uuid4()}/")
         return
     prefix = index.get_setting(_PREFIX_ELSEWHERE) or index.get_setting(_PREFIX)
     folder, noted = str(index.folder or ""), index.get_setting(_FOLDER)
@@ -70,6 +74,8 @@ def adopt(index: PacketIndex, store: PacketStore) -> None:
     """Make every row an owner of its packet, which others may have brought into the store."""
     packets = {chunk.chunk_id: packet for chunk, packet in index.rows()}
     add_owners(store, packets.values(), owner_names(index, store, packets))
+    if _has_own(index, store) and _is_shared(store):
+        store.drop_owners(packets)  # the names without a prefix that they had in a folder
     index.set_setting(UNOWNED, "")
 
 
@@ -86,6 +92,11 @@ def knows_packets(index: PacketIndex, store: PacketStore, signature: PacketSigna
         return True
     names = {packet for _, packet in index.rows()}
     return any(known.packet_id in names for known in store.known(signature))
+
+
+def _is_shared(store: PacketStore) -> bool:
+    """Whether other indexes have their own packets there, too."""
+    return isinstance(store.below if isinstance(store, TieredStore) else store, RemoteStore)
 
 
 def _has_own(index: PacketIndex, store: PacketStore) -> bool:

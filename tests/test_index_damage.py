@@ -6,12 +6,15 @@ import contextlib
 import random
 import sqlite3
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
+from pipeline_samples import documents, pipeline
 
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.cli import main
+from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.errors import KVPacketError, StoreError, StoreFormatError
 from kvpacket_rag.index import FILE_NAME, PacketIndex
 
@@ -168,3 +171,45 @@ def test_an_index_cut_to_nothing_beside_its_packets_is_refused(folder: Path, mon
     ):
         PacketIndex.open(folder)
     assert (folder / FILE_NAME).read_bytes() == b""
+
+
+def test_a_packet_whose_row_is_lost_is_a_counted_miss(backbone: Any, tmp_path: Path) -> None:
+    with pipeline(backbone, tmp_path, chunk_tokens=90) as rag:
+        rag.add(documents())
+        before = rag.ask("Who signed the lease?", 4)
+    with contextlib.closing(sqlite3.connect(tmp_path / "packets.sqlite")) as db:
+        ((lost,),) = db.execute("DELETE FROM packets WHERE number = 2 RETURNING packet_id").fetchall()
+        db.commit()
+    with pipeline(backbone, tmp_path, chunk_tokens=90) as rag:
+        usage = rag.ask("Who signed the lease?", 4).answer.usage
+        assert (before.answer.usage.chunks_reused, usage.chunks_reused) == (4, 3)
+        assert [(miss.packet_id, miss.reason) for miss in usage.misses] == [(lost, "the store knows no such chunk")]
+        assert rag.add(documents()).packets_encoded == 1
+        assert rag.ask("Who signed the lease?", 4).answer.usage.chunks_reused == 4
+
+
+@pytest.mark.parametrize("rounds", [40, pytest.param(300, marks=pytest.mark.slow)])
+def test_whatever_bytes_of_the_index_are_damaged_asking_answers_or_refuses(
+    backbone: Any, tmp_path: Path, rounds: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("os.fsync", lambda _: None)
+    settings = GenerationSettings(max_new_tokens=1)
+    with pipeline(backbone, tmp_path, chunk_tokens=90) as rag:
+        rag.add(documents())
+        texts = {hit.chunk.text for hit in rag.ask("Who signed the lease?", 4, settings).hits}
+    path, chance, answered = tmp_path / FILE_NAME, random.Random(3), 0
+    whole = path.read_bytes()
+    used = [place for place in range(len(whole)) if whole[place]]
+    for _ in range(rounds):
+        content = bytearray(whole)
+        content[chance.choice(used)] ^= 1 << chance.randrange(8)
+        path.write_bytes(content)
+        with contextlib.suppress(KVPacketError), pipeline(backbone, tmp_path, chunk_tokens=90) as rag:
+            found = rag.ask("Who signed the lease?", 4, settings)
+            hits = {hit.chunk.text for hit in found.hits}
+            assert hits <= texts and (hits == texts or rag.index.lost or rag.index.faults())
+            assert found.answer.usage.chunks_reused == len(hits)
+            answered += 1
+        for ending in ("-wal", "-shm"):
+            Path(f"{path}{ending}").unlink(missing_ok=True)
+    assert answered > 0

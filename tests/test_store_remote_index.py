@@ -124,3 +124,18 @@ def test_what_one_index_deletes_another_one_at_the_same_url_keeps(tiny: None, tm
         assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
         rag.delete("d0")
     assert len(objects(tmp_path)) == 3 and len(objects(tmp_path, "owned")) == 2 * 3
+
+
+def test_indexes_that_were_moved_to_one_url_keep_what_the_other_deletes(tiny: None, tmp_path: Path, url: str):
+    for name in ("first", "second"):
+        with KVPacketRAG.open(tmp_path / name) as rag:
+            rag.add(documents())
+    for name in ("first", "second"):
+        KVPacketRAG.open(tmp_path / name, remote=url).close()
+    with KVPacketRAG.open(tmp_path / "first") as rag:
+        rag.delete("d0")
+    assert len(objects(tmp_path)) == 4
+    with KVPacketRAG.open(tmp_path / "second") as rag:
+        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
+        rag.delete("d0")
+    assert len(objects(tmp_path)) == 3 and len(objects(tmp_path, "owned")) == 2 * 3

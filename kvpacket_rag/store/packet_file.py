@@ -105,6 +105,10 @@ def packet_parts(packet: Packet) -> list[bytes | memoryview]:
 def read_packet(path: Path, packet_id: str, signature: PacketSignature, *, verify: bool) -> Packet:
     """The packet in a file, its tensors mapped copy-on-write: writing one cannot change the file.
 
+    Reading the file into memory instead takes two to three times as long when it is warm, with the copy into a
+    context: 5.4 ms against 1.8 for 5.6 MB, 51 against 26 for 23 MB. The price of a map: whoever cuts the file short
+    while a request reads it ends the process by SIGBUS. Nothing here does so, files are replaced and unlinked whole.
+
     Args:
         path: the file.
         packet_id: the packet it must hold.
