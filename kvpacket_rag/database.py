@@ -22,10 +22,11 @@ BUSY_SECONDS = 60.0
 ADVICE: dict[str, tuple[type[StoreError], str]] = {
     "SQLITE_NOTADB": (StoreFormatError, "choose another folder, or move the file away and build the index again"),
     "SQLITE_CORRUPT": (StoreError, "the file is damaged: move it away and build the index again"),
+    "SQLITE_ERROR": (StoreError, "the file is damaged, or not ours: move it away and build the index again"),
     "SQLITE_FULL": (StoreFullError, "make room on the disk and repeat the change; nothing of it was kept"),
     "SQLITE_BUSY": (StoreError, "another process keeps writing to it; try again when that has ended"),
     "SQLITE_READONLY": (StoreError, "make the file and its folder writable"),
-    "SQLITE_CANTOPEN": (StoreError, "make sure that the folder can be written and the file is a plain file"),
+    "SQLITE_CANTOPEN": (StoreError, "make the folder writable, and see that files may still be opened (ulimit -n)"),
     "SQLITE_IOERR": (StoreError, "the disk failed; nothing of this change was kept"),
 }
 _NEEDS = (

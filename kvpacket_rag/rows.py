@@ -248,7 +248,7 @@ def _is_whole(seq: Any, vector: Any, checksum: Any) -> bool:
     """Whether a vector is there and is the one that was written."""
     if not isinstance(seq, int) or not isinstance(vector, bytes) or not vector or len(vector) % 4:
         return False
-    return vector_checksum(seq, vector) == checksum
+    return bool(vector_checksum(seq, vector) == checksum)
 
 
 def wrong_dim(where: str, stored: int | None, given: int) -> StoreError:

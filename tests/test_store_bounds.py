@@ -96,7 +96,7 @@ def test_requests_of_which_a_third_are_cancelled_leave_nothing_pinned_and_memory
     store = TieredStore(DiskStore(tmp_path / "store", cap), host_bytes=cap // 2)
     engine = KVPacketEngine(backbone, store, min_match_tokens=4)  # room for three of four: packets come and go
     engine.encode(CHUNKS, [f"owner {n}" for n in range(len(CHUNKS))])
-    asked, resident = prompts(), []
+    asked, resident, files = prompts(), [], len(os.listdir("/proc/self/fd"))
 
     def work(worker: int) -> None:
         for number in range(worker, requests, 4):
@@ -117,6 +117,7 @@ def test_requests_of_which_a_third_are_cancelled_leave_nothing_pinned_and_memory
     assert len(backbone.pool._idle) <= backbone.pool.max_idle
     assert store.below.size_bytes <= cap and store.tiers["host"].size_bytes <= cap // 2
     assert resident_bytes() - resident[len(resident) // 3] < 16 << 20
+    assert len(os.listdir("/proc/self/fd")) <= files + 8  # a connection or two of SQLite's, and none a request
     assert store.tiers["disk"].metrics.snapshot().evictions > requests / 20
     engine.close()
 

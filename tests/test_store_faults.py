@@ -78,6 +78,7 @@ resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1
 refused(lambda: store.get(one, SIGNATURE), "cannot be")
 refused(lambda: store.put(make_packet(3), "text 3"), "cannot be", "Too many open files")
 refused(lambda: DiskStore(root), "cannot be", "check the permissions")
+refused(lambda: PacketIndex.open(root), "files may still be opened")
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 assert same(store.get(one, SIGNATURE), make_packet(1)) and packet_id([3], SIGNATURE) not in store
 store.put(make_packet(3), "text 3")
