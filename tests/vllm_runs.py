@@ -138,7 +138,9 @@ def tiny(folder: Path, model: Any, tokenizer: Any, store: PacketStore | None = N
     tokenizer.save_pretrained(folder / "model")
     backbone = Backbone(model, tokenizer, "tiny")
     adapter = Adapter.random(backbone.embed(range(500)), 3, 2, seed=1)
-    engine = KVPacketEngine(backbone, store or DiskStore(folder / "store"), adapter, **engine_options)
+    engine = KVPacketEngine(
+        backbone, DiskStore(folder / "store") if store is None else store, adapter, **engine_options
+    )
     texts = sections()
     engine.encode(texts)
     return World(engine, folder, folder / "model", chats(texts))
