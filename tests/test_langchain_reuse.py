@@ -105,6 +105,21 @@ def test_models_and_stores_made_from_equal_names_share_one_engine(
     assert loaded == [("shared", None), ("shared", str(tmp_path))]
 
 
+@pytest.mark.parametrize("word", ["model", "adapter"])
+def test_other_files_under_the_same_name_are_another_engine(
+    backbone: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, word: str
+):
+    monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: KVPacketEngine(backbone))
+    file = tmp_path / ("weights.safetensors" if word == "model" else "adapter.safetensors")
+    place = str(tmp_path if word == "model" else file)
+    (tmp_path / "config.json").write_text("{}")
+    file.write_bytes(b"first")
+    first, again = (ChatKVPacket(**{word: place}) for _ in range(2))
+    assert first.engine is again.engine
+    file.write_bytes(b"trained anew")
+    assert ChatKVPacket(**{word: place}).engine is not first.engine is again.engine
+
+
 def test_an_engine_that_nobody_holds_is_let_go(chat: ChatKVPacket, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(KVPacketEngine, "load", lambda *_, **__: KVPacketEngine(chat.engine.backbone))
     first = load_engine(EngineOptions("let-go"))

@@ -18,6 +18,8 @@ from kvpacket_rag.namespace import local_path
 from kvpacket_rag.store import is_url
 
 DEFAULT_MODEL = "smollm2-135m-instruct"
+_OF_MODELS = frozenset((".bin", ".gguf", ".jinja", ".json", ".model", ".pt", ".safetensors", ".txt"))
+Stamps = tuple[tuple[str, int, int], ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,24 +65,25 @@ def _place(model: str) -> Path | str:
 
 
 OPTION_NAMES = tuple(option.name for option in fields(EngineOptions))
-_engines: WeakValueDictionary[EngineOptions, KVPacketEngine] = WeakValueDictionary()
+_engines: WeakValueDictionary[tuple[EngineOptions, Stamps], KVPacketEngine] = WeakValueDictionary()
 _asked_for: WeakSet[LazyEngine] = WeakSet()
 _loading = threading.Lock()
 _naming = threading.Lock()
 
 
 def load_engine(options: EngineOptions) -> KVPacketEngine:
-    """The engine of these options: one a process, for as long as anybody holds it.
+    """The engine of these options: one a process, for as long as anybody holds it and its files stay as they are.
 
     So a vector store and a model that were made apart from the same names share weights and packets.
     """
     exact = _exact(options)
     with _loading:
-        engine = _engines.get(exact)
+        key = exact, _stamps(exact)
+        engine = _engines.get(key)
         if engine is None:
             values = {name: getattr(exact, name) for name in OPTION_NAMES if name not in ("model", "model_kwargs")}
             values |= {"model_kwargs": dict(exact.model_kwargs)} if exact.model_kwargs else {}
-            engine = _engines[exact] = KVPacketEngine.load(options.model, **values)
+            engine = _engines[key] = KVPacketEngine.load(options.model, **values)
         return engine
 
 
@@ -109,7 +112,7 @@ def _engines_in_use() -> dict[KVPacketEngine | EngineOptions, LazyEngine]:
 def _wanted(options: EngineOptions) -> KVPacketEngine | EngineOptions:
     """The engine of these options if it is loaded, or else the options."""
     exact = _exact(options)
-    return _engines.get(exact) or exact
+    return _engines.get((exact, _stamps(exact))) or exact
 
 
 def _exact(options: EngineOptions) -> EngineOptions:
@@ -119,6 +122,14 @@ def _exact(options: EngineOptions) -> EngineOptions:
     model = resolve_model(options.model)
     model = str(model.absolute()) if isinstance(model, Path) else model
     return replace(options, model=model, device=str(device), dtype=dtype)
+
+
+def _stamps(options: EngineOptions) -> Stamps:
+    """What the files of model and adapter look like from outside: under the same names, others may lie there by now."""
+    places = [Path(place) for place in (options.model, options.adapter) if isinstance(place, str)]
+    files = [file for place in places for file in (sorted(place.iterdir()) if place.is_dir() else [place])]
+    stats = [(str(file), file.stat()) for file in files if file.suffix in _OF_MODELS and file.is_file()]
+    return tuple((name, stat.st_mtime_ns, stat.st_size) for name, stat in stats)
 
 
 class LazyEngine:
