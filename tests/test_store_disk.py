@@ -260,7 +260,7 @@ def test_another_format_version_is_refused_and_left_as_it_was(root: Path) -> Non
         connection.execute("UPDATE meta SET value = '99' WHERE key = 'format_version'")
     connection.close()
     before = (root / "packets.sqlite").read_bytes()
-    with pytest.raises(StoreFormatError, match="format version 99, expected 2"):
+    with pytest.raises(StoreFormatError, match="format version 99, expected 3"):
         DiskStore(root)
     assert (root / "packets.sqlite").read_bytes() == before
 
