@@ -14,6 +14,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from operator import itemgetter
 
+from torch import Tensor
+
 from kvpacket_rag.assemble import Context, Span
 from kvpacket_rag.packet import Packet, PacketSignature, packet_id
 
@@ -47,7 +49,7 @@ class Preambles:
             )
         if packet is None or not num_tokens:
             return None
-        tensors = tuple(tensor[..., :num_tokens, :] for tensor in packet.groups)
+        tensors = tuple(kept[..., :num_tokens, :] for kept in packet.groups if isinstance(kept, Tensor))
         name = packet_id(ids[:num_tokens], self._signature)
         return Packet(name, self._signature, tensors, num_tokens, num_tokens)
 

@@ -53,15 +53,27 @@ def test_the_beginning_that_prompts_have_in_common_is_read_once(make: Callable[[
 
 
 @pytest.mark.parametrize("head", [LONG, LONG[:300], "Rule 0:", ""])
-def test_a_prompt_is_computed_to_the_bit_as_without_the_earlier_ones(make: Callable[[], KVPacketEngine], head: str):
-    def logits(engine: KVPacketEngine, source: str) -> Any:
-        engine.backbone.pool.drop_idle()  # contexts that earlier prompts filled
-        parts = engine._tasks.read(prompt(source, head), SHORT, None, 0, None).parts
-        return engine._prefiller.run(parts, 8).logits
+def test_a_prompt_is_computed_to_the_bit_as_without_the_earlier_ones(
+    make: Callable[[], KVPacketEngine], backbone: Backbone, monkeypatch: pytest.MonkeyPatch, head: str
+):
+    forwards: list[list[int]] = []
+    prefill = backbone.prefill
 
+    def noting(bound: Any, texts: Any) -> Any:
+        forwards.append([len(ids) for _, ids in texts])
+        return prefill(bound, texts)
+
+    def read(engine: KVPacketEngine, source: str) -> tuple[Any, list[list[int]]]:
+        backbone.pool.drop_idle()  # contexts that earlier prompts filled
+        forwards.clear()
+        parts = engine._tasks.read(prompt(source, head), SHORT, None, 0, None).parts
+        return engine._prefiller.run(parts, 8).logits, [*forwards]
+
+    monkeypatch.setattr(backbone, "prefill", noting)
     warm = make()
     for source in ("/a", "/b/x", "/c/lease and more of it", "/b/x"):
-        assert torch.equal(logits(warm, source), logits(make(), source))
+        (logits, last), (expected, whole) = read(warm, source), read(make(), source)
+        assert torch.equal(logits, expected) and whole[-len(last) :] == last  # forwards of other sizes round otherwise
 
 
 def test_another_beginning_shares_nothing(make: Callable[[], KVPacketEngine]):

@@ -150,13 +150,12 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
         return cls(**{"model": model_id, "task": task, **fields})
 
     def __copy__(self) -> Self:
-        return self._with_own_usage(super().__copy__())
+        copy = super().__copy__()
+        copy._usages = []
+        return copy
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
-        return self._with_own_usage(super().__deepcopy__(memo))
-
-    @staticmethod
-    def _with_own_usage(copy: Self) -> Self:
+        copy = super().__deepcopy__(memo)
         copy._usages = []
         return copy
 

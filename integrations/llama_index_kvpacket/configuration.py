@@ -250,15 +250,14 @@ class ConfiguredLLM(LLM):
         return wraps or self.completion_to_prompt not in (None, default_completion_to_prompt)
 
     def __copy__(self) -> Self:
-        return self._with_own_usages(super().__copy__())
+        copy = super().__copy__()
+        copy._usages, copy._last = [], []
+        return copy
 
     def __deepcopy__(self, memo: dict[int, Any] | None = None) -> Self:
         memo = {} if memo is None else memo
         memo[id(self._engine)] = self._engine
-        return self._with_own_usages(super().__deepcopy__(memo))
-
-    @staticmethod
-    def _with_own_usages(copy: Self) -> Self:
+        copy = super().__deepcopy__(memo)
         copy._usages, copy._last = [], []
         return copy
 
