@@ -135,6 +135,19 @@ def test_a_device_that_disappears_is_named_with_what_to_do(words: str):
         raise RuntimeError(f"{words}\nCompile with TORCH_USE_CUDA_DSA")
 
 
+@pytest.mark.parametrize("where", ["packet", "text"])
+def test_a_device_that_disappears_within_a_request_is_told_of(engine: KVPacketEngine, monkeypatch: Any, where: str):
+    """Not taken for memory that ran out: nothing is tried a second time."""
+    engine.generate(PROMPT, SHORT)
+    place, part = {"packet": (Context, "place"), "text": (engine.backbone, "prefill")}[where]
+    calls: list[int] = []
+    monkeypatch.setattr(place, part, failing(getattr(place, part), RuntimeError("CUDA error: lost"), 1, calls))
+    monkeypatch.setattr(engine.backbone.pool, "take_filled", lambda *_: None)
+    with pytest.raises(DeviceError, match=r"cannot be used any more .CUDA error: lost.*packets on disk are not"):
+        engine.generate(PROMPT, SHORT)
+    assert len(calls) == 1
+
+
 def test_a_tier_larger_than_the_device_is_refused(monkeypatch: Any):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1 << 29, 1 << 30))
     with pytest.raises(StoreError, match=f"device_bytes is {1 << 31}; expected 0 up to the {1 << 30} bytes"):
