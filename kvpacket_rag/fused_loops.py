@@ -2,8 +2,8 @@
 
 Arrays are one-dimensional, strides are numbers, and places are unsigned, for only then does the
 compiler know that channels lie side by side and that no place counts from the end, and turns eight
-or sixteen pairs at once. Slices would be found anew for every token, which took as long as the turn. The
-walk over tokens stands here once for each layout: shared by both, it ran at a third of the speed.
+or sixteen pairs at once. The walk over tokens stands here once for each layout: shared by both, it ran
+at a third of the speed.
 """
 
 from __future__ import annotations
