@@ -41,7 +41,7 @@ class Answering:
         self.min_match_tokens = min_match_tokens
         self._prefiller = Prefiller(backbone, encoder, store)
         self._reader = PromptReader(backbone, store, encoder.signature, min_match_tokens)
-        self._tasks = TaskReader(backbone, self._reader, self._prefiller)
+        self._tasks = TaskReader(self._reader, self._prefiller)
 
     def token_ids(self, text: str) -> list[int]:
         """Tokens of a text by the model's own tokenizer, without special tokens."""

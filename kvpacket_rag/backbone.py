@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -15,8 +14,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from kvpacket_rag.assemble import Context, ContextPool, Span
 from kvpacket_rag.blocks import attends_by_blocks, block_attention, text_tokens
-from kvpacket_rag.errors import PacketMismatchError
 from kvpacket_rag.fingerprint import fingerprint_tokenizer, fingerprint_values, fingerprint_weights
+from kvpacket_rag.guard import ModelGuard
 from kvpacket_rag.probe import ProbeReport, probe
 from kvpacket_rag.rope import realign
 from kvpacket_rag.runner import BoundContext, ModelRunner
@@ -26,7 +25,8 @@ class Backbone:
     """A frozen causal language model, proved fit for packets.
 
     Args:
-        model: in evaluation mode; its weights may not change afterwards.
+        model: is put in evaluation mode. Neither its weights nor PEFT's switches in it may change afterwards; see
+            :class:`~kvpacket_rag.guard.ModelGuard`.
         tokenizer: of the model.
         name: as the user knows it; never part of an identity.
 
@@ -45,7 +45,7 @@ class Backbone:
         self.pool = ContextPool(self.plan, self.dtype, self.device)
         self.weights_fingerprint = fingerprint_weights(self.model)
         self.tokenizer_fingerprint = fingerprint_tokenizer(tokenizer)
-        self._version, self._sample = self._count_edits(), self._sample_weights()
+        self._guard = ModelGuard(self.model, self.name)
         self._text_lock = threading.Lock()  # tokenizers change their own settings in every call
 
     @property
@@ -77,40 +77,9 @@ class Backbone:
         ids = found if isinstance(found, list) else [found]
         return frozenset(int(i) for i in (*ids, self.tokenizer.eos_token_id) if i is not None)
 
-    def check_unchanged(self, thorough: bool = False) -> None:
-        """Refuse to go on when the weights were cast or edited since they were fingerprinted.
-
-        Edits in place are counted by torch; those through ``.data`` are not, and a few numbers of every
-        parameter are compared for them, which finds a merge or an overwrite, not one single number.
-
-        Args:
-            thorough: compare those numbers too, as encoding does.
-
-        Raises:
-            PacketMismatchError: packets made from here on would carry the identity of other weights.
-        """
-        if self.runner.dtype != self.dtype:
-            raise PacketMismatchError(
-                f"{self.name} was loaded in {self.dtype} and is now in {self.runner.dtype}; "
-                "load the engine again with the dtype you want"
-            )
-        if self._count_edits() != self._version or (thorough and self._sample_weights() != self._sample):
-            raise PacketMismatchError(
-                f"the weights of {self.name} were edited after loading; load the engine again, "
-                "so that old packets are not mistaken for those of the new weights"
-            )
-
-    def _count_edits(self) -> tuple[int, ...]:
-        """Changes whenever a parameter is written in place or replaced."""
-        return tuple(p._version + id(p) for p in self.model.parameters() if not p.is_inference())
-
-    def _sample_weights(self) -> str:
-        """A digest of a few numbers of every parameter."""
-        digest = hashlib.sha256()
-        for parameter in self.model.parameters():
-            flat = parameter.detach().flatten()
-            digest.update(flat[:: max(1, flat.numel() // 64)].float().cpu().numpy().tobytes())
-        return digest.hexdigest()
+    def check_unchanged(self) -> None:
+        """Refuse to go on when the model has become another function; see :meth:`ModelGuard.check`."""
+        self._guard.check()
 
     def token_ids(self, text: str, plain: bool = True, starts: bool = False) -> list[int]:
         """Tokens of a piece of a prompt, without special tokens around it.
@@ -181,7 +150,11 @@ class Backbone:
 
         Returns:
             For each row one tensor a group of the plan, (layers, heads, tokens, width), on the host.
+
+        Raises:
+            PacketMismatchError: the model has become another function.
         """
+        self.check_unchanged()
         lengths = [row.shape[0] for row in rows]
         inputs = torch.nn.utils.rnn.pad_sequence([row.to(self.device) for row in rows], batch_first=True)
         longest = inputs.shape[1]
@@ -205,7 +178,12 @@ class Backbone:
         return tuple(tensor.cpu() for tensor in tensors)
 
     def bind(self, context: Context) -> BoundContext:
-        """A context in the shape the model takes; bind once a request."""
+        """A context in the shape the model takes; bind once a request.
+
+        Raises:
+            PacketMismatchError: the model has become another function.
+        """
+        self.check_unchanged()
         return self.runner.bind(context)
 
     @torch.inference_mode()

@@ -121,8 +121,8 @@ class PacketEncoder:
 
         Raises:
             DeviceError: memory ran out for a single chunk; shorter ones may still have room.
+            PacketMismatchError: the model has become another function.
         """
-        self.backbone.check_unchanged(thorough=True)
         for batch in self.batches(chunks):
             yield from self._encode(batch, make_room or self.backbone.pool.drop_idle)
 

@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from kvpacket_rag.answer import Miss
-from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.parts import Part
@@ -43,12 +42,10 @@ class TaskReader:
     """Reads prompts for one engine; nothing is computed by the model.
 
     Attributes:
-        backbone: the model.
         reader: finds chunks.
         prefiller: knows what fits.
     """
 
-    backbone: Backbone
     reader: PromptReader
     prefiller: Prefiller
 
@@ -80,7 +77,6 @@ class TaskReader:
         for name, value, kind in (("settings", settings, GenerationSettings), ("reuse", reuse, Reuse)):
             if not isinstance(value, kind):
                 raise PromptError(f"{name} is a {type(value).__name__}; pass {kind.__name__}(...) or None")
-        self.backbone.check_unchanged()
         parts, misses = self.reader.read(prompt, template_kwargs, reuse)
         way: Way = "packets"
         misses = () if shortest == math.inf else misses
