@@ -1,6 +1,6 @@
 """KV packets in vLLM: a connector that vLLM loads by its module path. Nothing of vLLM is changed.
 
-Start vLLM with ``--kv-transfer-config``::
+``kvpacket vllm-card`` writes the card and prints the command that starts vLLM, with ``--kv-transfer-config``::
 
     {"kv_connector": "KVPacketConnector", "kv_connector_module_path": "kvpacket_rag.serving.vllm",
      "kv_role": "kv_both", "kv_connector_extra_config": {"card": "card.json", "store": "library"}}
