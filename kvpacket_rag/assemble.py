@@ -8,8 +8,6 @@ place and decoding appends in place.
 
 from __future__ import annotations
 
-import ctypes
-import mmap
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -26,7 +24,6 @@ from kvpacket_rag.rope import RotaryPlan, Rotation, realign_into
 Key = str | tuple[int, ...]  # a packet's id, or the tokens of a text
 
 _CAPACITY_STEP = 256
-_HUGE_PAGE = 1 << 21
 _LAYERS_AT_ONCE = 8  # on devices that are slow to begin and fast to go on
 
 
@@ -193,8 +190,6 @@ class ContextPool:
         shapes = [(len(g.layers), batch, g.heads, capacity, g.width) for g in self.plan.groups]
         with torch.inference_mode(False):  # so that the buffers may be written in any mode
             buffers = tuple(torch.empty(shape, dtype=self.dtype, device=self.device) for shape in shapes)
-        for buffer in buffers:
-            _prefer_huge_pages(buffer)
         return Context(self.plan, buffers)
 
     def take_filled(self, keys: Sequence[Key], num_slots: int) -> Context | None:
@@ -227,19 +222,6 @@ class ContextPool:
             self._idle = []
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
-
-
-def _prefer_huge_pages(buffer: Tensor) -> None:
-    """Ask Linux to back a buffer on the host by pages of 2 MB: attention finds its keys sooner than by pages of 4 kB.
-
-    It is a wish; where there is no such page, small ones serve.
-    """
-    if buffer.device.type != "cpu" or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return
-    start = -(-buffer.data_ptr() // mmap.PAGESIZE) * mmap.PAGESIZE
-    num_bytes = buffer.data_ptr() + buffer.nbytes - start
-    if num_bytes >= _HUGE_PAGE:
-        ctypes.CDLL(None).madvise(ctypes.c_void_p(start), ctypes.c_size_t(num_bytes), mmap.MADV_HUGEPAGE)
 
 
 def _shared(context: Context, keys: Sequence[Key]) -> int:
