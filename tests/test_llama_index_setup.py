@@ -238,6 +238,26 @@ def test_a_pickle_holds_the_configuration_and_loads_the_engine_again(
     assert [twin.hints for twin in twins] == [("a", "b")] * 4
 
 
+def test_a_pickle_loads_the_same_folders_in_another_working_folder(
+    backbone: Backbone, make_model: Any, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    there = tmp_path / "elsewhere"
+    for place, seed in ((tmp_path, 0), (there, 1)):  # another model of the same name lies there
+        make_model(seed=seed).save_pretrained(place / "model")
+        backbone.tokenizer.save_pretrained(place / "model")
+        backbone.tokenizer.save_pretrained(place / "tokens")
+    for fields in ({}, {"tokenizer_name": "model"}, {"tokenizer_name": "tokens"}):
+        monkeypatch.chdir(tmp_path)
+        llm = KVPacketLLM("model", adapter=None, **fields)
+        assert llm.model_name == str(folder) and llm.tokenizer_name in (None, *map(str, tmp_path.iterdir()))
+        blob = pickle.dumps(llm)
+        monkeypatch.chdir(there)
+        twin = pickle.loads(blob)
+        assert twin.engine.signature == llm.engine.signature and twin.to_dict() == llm.to_dict()
+    monkeypatch.chdir(there)
+    assert KVPacketLLM("model", adapter=None).engine.signature != llm.engine.signature
+
+
 def test_an_llm_made_from_an_engine_says_why_it_cannot_be_pickled(llm: KVPacketLLM):
     with pytest.raises(KVPacketError, match="make it from model_name"):
         pickle.dumps(llm)

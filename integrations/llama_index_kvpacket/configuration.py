@@ -19,6 +19,7 @@ from kvpacket_rag.reading import Match, OnMiss
 from llama_index_kvpacket.loading import (
     DEFAULT_MODEL,
     as_text,
+    from_anywhere,
     is_reloadable,
     load,
     require_no_loading,
@@ -126,6 +127,8 @@ class ConfiguredLLM(LLM):
             require_engine(type(self).__name__, engine)
             require_no_loading(engine, model_name, {**given, "model": model, "tokenizer": tokenizer})
         name = engine.model_name if engine else model_name or getattr(model, "name_or_path", "") or DEFAULT_MODEL
+        if engine is None and model is None:
+            name, given["tokenizer_name"] = from_anywhere(name, given.get("tokenizer_name"))
         shown: dict[str, Any] = {**given, "model_name": name}
         shown |= {key: as_text(given[key]) for key in ("store", "adapter") if key in given}
         super().__init__(**shown)

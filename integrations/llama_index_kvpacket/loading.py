@@ -128,6 +128,16 @@ def _path(value: Any) -> Any:
     return str(local_path(value).expanduser().absolute()) if is_path else value
 
 
+def from_anywhere(model_name: str, tokenizer_name: str | None) -> tuple[str, str | None]:
+    """Names that mean the same model and tokenizer in whatever folder a process works."""
+    folder = Path(model_name).expanduser()
+    model = str(folder.absolute()) if folder.is_dir() and resolve_model(model_name) == folder else model_name
+    if not tokenizer_name or tokenizer_name == model_name:
+        return model, tokenizer_name and model
+    own = Path(tokenizer_name).expanduser()
+    return model, str(own.absolute()) if own.is_dir() else tokenizer_name
+
+
 def _only(name: str, values: list[str]) -> str:
     wanted = sorted({value for value in values if value != "auto"})
     if len(wanted) > 1:
