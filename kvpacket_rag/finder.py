@@ -7,7 +7,8 @@ dictionaries is descended, so chunks that share a long header cost no more than 
 from __future__ import annotations
 
 import unicodedata
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 # A chunk is looked up by its first characters, as many of these as it has. Each width in use costs one pass over
@@ -94,6 +95,18 @@ class ChunkFinder:
                 self._tree(text).discard(text)
         if not later:
             self._later.pop(text, None)
+
+    @contextmanager
+    def also(self, texts: Iterable[str]) -> Iterator[ChunkFinder]:
+        """Inside the ``with`` block these texts are found, too, under names of no packet."""
+        names = {f"(text) {number}": text for number, text in enumerate(texts)}
+        for name, text in names.items():
+            self.add(name, text)
+        try:
+            yield self
+        finally:
+            for name in names:
+                self.discard(name)
 
     def only(self, packet_ids: Iterable[str]) -> ChunkFinder:
         """A finder of these chunks alone; unknown ids are left out."""

@@ -19,6 +19,7 @@ from kvpacket_rag.answer import Answer, Miss
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import KVPacketError, PacketNotFoundError
 from kvpacket_rag.packet_writer import PacketWriter
+from kvpacket_rag.prompt import control_strings, speaks_control
 from kvpacket_rag.reading import PromptReader, Reuse
 from kvpacket_rag.store import MemoryStore, PacketStore
 
@@ -56,12 +57,14 @@ class Prepared:
         encoded: packet id to tokens of those that were encoded for it.
         misses: retrieved chunks that the engine cannot find in it.
         seconds: it took.
+        texts: of the retrieved chunks that it holds as they are, whether they have packets or not.
     """
 
     held: tuple[str, ...] = ()
     encoded: Mapping[str, int] = field(default_factory=dict)
     misses: tuple[Miss, ...] = ()
     seconds: float = 0.0
+    texts: tuple[str, ...] = ()
 
     def expected(self, reuse: Reuse) -> Reuse:
         """The same reuse, which now knows what was retrieved.
@@ -72,7 +75,7 @@ class Prepared:
         reuse.act_on([*self._unhinted(reuse), *(Miss(name, ENCODED_NOW) for name in self.encoded)])
         own = reuse.match == "hints" and reuse.hints  # then no others are looked for
         more = [name for name in self.held if not own or name in self.encoded]
-        return dataclasses.replace(reuse, hints=(*reuse.hints, *more))
+        return dataclasses.replace(reuse, hints=(*reuse.hints, *more), texts=(*reuse.texts, *self.texts))
 
     def counted(self, answer: Answer) -> Answer:
         """The answer, with chunks that were encoded just for it as misses and the time that took as its own."""
@@ -121,6 +124,7 @@ class ChunkLearner:
         self._writer = PacketWriter(encoder, store)
         self._may_encode = isinstance(store, MemoryStore)
         self._min_tokens = min_tokens
+        self._control = control_strings(encoder.backbone.tokenizer)
         self._learned: OrderedDict[str, None] = OrderedDict()  # least recently needed first
         self._lock = threading.Lock()
 
@@ -138,7 +142,7 @@ class ChunkLearner:
         """
         started = time.perf_counter()
         own = {text.strip() for text in found} - {""}
-        chunks = sorted((own | {text.strip() for text in others}) - {""}, key=len, reverse=True)
+        chunks = _longest_first([*own, *others])
         whole, rest = _whole(chunks, prompt)
         lost = [chunk for chunk in chunks if chunk in own and chunk not in whole]
         misses = [
@@ -160,7 +164,22 @@ class ChunkLearner:
         encoded = {name: tokens for name, (_, tokens) in missing.items() if name in self._store}
         misses += [Miss(name, reason or _GONE) for name in missing if name not in encoded]
         ready = tuple(name for name in held if name in present or name in encoded)
-        return Prepared(ready, encoded, tuple(misses), time.perf_counter() - started)
+        seconds = time.perf_counter() - started
+        return Prepared(ready, encoded, tuple(misses), seconds, self._apart(whole))
+
+    def read_in_full(self, prompt: str, found: Iterable[str]) -> Prepared:
+        """For a prompt that is to be read without packets: it is cut where it would be with them.
+
+        Args:
+            prompt: all its texts.
+            found: chunks that were retrieved for it or lately.
+        """
+        whole, _ = _whole(_longest_first(found), prompt)
+        return Prepared(texts=self._apart(whole))
+
+    def _apart(self, whole: Iterable[str]) -> tuple[str, ...]:
+        """Those of a prompt's chunks that are read apart: which can have packets, or what else could pass for turns."""
+        return tuple(text for text in whole if speaks_control(text, self._control) or self._name(text))
 
     def _name(self, text: str) -> list[tuple[str, int]]:
         """Packet id and tokens of a chunk; nothing for one that can have no packet or is not looked for."""
@@ -201,6 +220,10 @@ class ChunkLearner:
             with suppress(PacketNotFoundError):
                 self._store.add_owner(oldest, _PASSING)
             self._store.drop_owners([_PASSING])  # deletes it, unless a chunk owns it by now
+
+
+def _longest_first(texts: Iterable[str]) -> list[str]:
+    return sorted({text.strip() for text in texts} - {""}, key=len, reverse=True)
 
 
 def _whole(chunks: Sequence[str], prompt: str) -> tuple[set[str], str]:

@@ -15,13 +15,14 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
-from kvpacket_rag.chat import Message, fit_roles, renderer
+from kvpacket_rag.chat import ROLES, Message, fit_roles, renderer
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.finder import ChunkFinder
 
 __all__ = ["ChunkFinder", "ChunkPiece", "Message", "Piece", "TextPiece", "segment_chat", "segment_text"]
 
 _NO_CHUNKS = ChunkFinder()
+_TURNS = frozenset((*ROLES, "ipython", "model"))  # Llama's word for a tool, Gemma's for the assistant
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,7 +97,7 @@ def segment_chat(
     """
     options = dict(template_kwargs or {})
     fitted = fit_roles(messages, renderer(tokenizer, options))
-    marks = _Marks(repr((fitted, options)), _control_strings(tokenizer))
+    marks = _Marks(repr((fitted, options)), control_strings(tokenizer))
     return marks.cut(_render_marked(fitted, options, marks, finder, tokenizer))
 
 
@@ -163,12 +164,11 @@ class _Marks:
     does not occur in ``written``, so nothing anybody wrote can pass for one.
     """
 
-    def __init__(self, written: str, control_strings: Iterable[str]) -> None:
+    def __init__(self, written: str, control: re.Pattern[str] | None) -> None:
         self.pieces: dict[str, Piece] = {}
         self._nonce = _unused_word(written)
         self._numbers = itertools.count()
-        words = "|".join(map(re.escape, sorted(control_strings)))
-        self._control = re.compile(f"(?:{words})+") if words else None
+        self._control = control
 
     def put_chunks(self, content: str, finder: ChunkFinder) -> str:
         """``content`` with a mark in place of each known chunk and each control string outside of chunks."""
@@ -206,7 +206,23 @@ def _unused_word(written: str) -> str:
             return word
 
 
-def _control_strings(tokenizer: Any) -> set[str]:
-    """What the tokenizer would read as a control token. White space is left out: it means the same either way."""
+def control_strings(tokenizer: Any) -> re.Pattern[str] | None:
+    """What the tokenizer would read as control tokens, if anything. White space is left out: it means the same as text.
+
+    Args:
+        tokenizer: any transformers tokenizer.
+    """
     added = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special}
-    return {word for word in added | set(tokenizer.all_special_tokens) if word.strip()}
+    words = sorted(word for word in added | set(tokenizer.all_special_tokens) if word.strip())
+    return re.compile(f"(?:{'|'.join(map(re.escape, words))})+") if words else None
+
+
+def speaks_control(text: str, control: re.Pattern[str] | None) -> bool:
+    """Whether a chunk holds control strings, and more than a template writes of its own from one turn to the next.
+
+    Such a chunk is cut out of final prompts however short it is. One that is nothing but the seam between two turns
+    is not: every prompt's own seams would be read as plain text with it.
+    """
+    if control is None or not control.search(text):
+        return False
+    return not _TURNS.issuperset(control.sub(" ", text).split())

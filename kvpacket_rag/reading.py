@@ -16,7 +16,16 @@ from kvpacket_rag.errors import PacketMissError, PromptError
 from kvpacket_rag.finder import ChunkFinder
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.parts import Part, tokenise
-from kvpacket_rag.prompt import ChunkPiece, Message, Piece, TextPiece, segment_chat, segment_text
+from kvpacket_rag.prompt import (
+    ChunkPiece,
+    Message,
+    Piece,
+    TextPiece,
+    control_strings,
+    segment_chat,
+    segment_text,
+    speaks_control,
+)
 from kvpacket_rag.store import PacketStore
 
 logger = logging.getLogger(__name__)
@@ -41,11 +50,14 @@ class Reuse:
         hints: packet ids of what was retrieved for this prompt; one whose chunk the prompt does not hold is a miss.
         on_miss: ``"prefill"`` reads the text and counts the miss, ``"warn"`` logs a warning as well, ``"error"``
             raises PacketMissError before anything is generated.
+        texts: of what was retrieved for this prompt, with a packet or without: read apart from what stands around
+            them, with control strings as plain text.
     """
 
     match: Match = "auto"
     hints: tuple[str, ...] = ()
     on_miss: OnMiss = "prefill"
+    texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
         for name, value, allowed in (
@@ -92,7 +104,9 @@ class PromptReader:
         # such as one that composes accents itself: then all normal forms of a chunk have its tokens, and its packet
         self._finder = ChunkFinder(backbone.token_ids("e\u0301") == backbone.token_ids("\u00e9"))
         self._known: dict[str, int] = {}  # packet id to tokens of its text
-        self._short: set[str] = set()  # packets of chunks that are not looked for
+        self._short: set[str] = set()  # packets of chunks that are not reused
+        self._control = control_strings(backbone.tokenizer)
+        self._looked_for: set[str] = set()  # those that are reused, and short ones that must not be read as they stand
         self._revision: int | None = None
         self._lock = threading.Lock()
         self._tell_of_foreign_packets()
@@ -145,10 +159,11 @@ class PromptReader:
         with self._lock:
             self._refresh()
             finder = self._finder.only(reuse.hints) if reuse.match == "hints" else self._finder
-            if isinstance(prompt, str):
-                pieces = self._cut(prompt, finder)
-            else:
-                pieces = segment_chat(prompt, finder, self._backbone.tokenizer, template_kwargs=template_kwargs)
+            with finder.also(reuse.texts):
+                if isinstance(prompt, str):
+                    pieces = self._cut(prompt, finder)
+                else:
+                    pieces = segment_chat(prompt, finder, self._backbone.tokenizer, template_kwargs=template_kwargs)
             if reuse.match == "off":
                 return tokenise(self._backbone, pieces, {}), ()
             known = self._known
@@ -194,10 +209,13 @@ class PromptReader:
         known = list(self._store.known(self._signature))
         now = {chunk.packet_id: chunk for chunk in known if chunk.num_tokens >= self._min_match_tokens}
         self._short = {chunk.packet_id for chunk in known if chunk.packet_id not in now}
-        for name in self._known.keys() - now.keys():
+        texts = {chunk.packet_id: chunk.text for chunk in now.values()}
+        texts |= {chunk.packet_id: chunk.text for chunk in known if speaks_control(chunk.text, self._control)}
+        for name in self._looked_for - texts.keys():
             self._finder.discard(name)
-        for name, chunk in now.items():
-            self._finder.add(name, chunk.text)  # of no effect but on what is new or was stored again in another form
+        for name, text in texts.items():
+            self._finder.add(name, text)  # of no effect but on what is new or was stored again in another form
+        self._looked_for = set(texts)
         self._known = {name: chunk.num_tokens for name, chunk in now.items()}
         self._revision = revision
 

@@ -91,11 +91,13 @@ class Call:
 
     def _begin(self, engine: KVPacketEngine, prompt: Prompt) -> Begun:
         """See to the packets of what was retrieved for a prompt."""
-        reuse = Reuse(self.reuse.match, packet_ids(engine, self.hints), self.reuse.on_miss)
-        if self.policy == "prefill" or reuse.match == "off":
-            return Begun(reuse, Prepared())
+        texts = tuple(hint.page_content for hint in self.hints if isinstance(hint, Document))
+        reuse = Reuse(self.reuse.match, packet_ids(engine, self.hints), self.reuse.on_miss, texts)
         text = as_asked([prompt] if isinstance(prompt, str) else [message.content for message in prompt])
         own, others = RETRIEVED.of(text)
+        if self.policy == "prefill" or reuse.match == "off":
+            prepared = engine.learner.read_in_full(text, [*own, *others])
+            return Begun(prepared.expected(reuse), prepared)
         encode = self.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, self.policy)
         prepared = engine.learner.prepare(text, own, others, ADVICE, encode=encode)
         is_held = any(found.strip() in text for found in own)

@@ -54,14 +54,15 @@ class Request:
             call.pop("on_miss", None) or llm.on_miss,
         )
         settings, prompt = llm.generation_settings(call), self._prompt()
-        if policy != "prefill" and reuse.match != "off":
-            reuse = self._prepare(prompt, reuse, policy)
+        reuse = self._prepare(prompt, reuse, policy)
         template = {**llm.chat_template_kwargs, **own}
         return llm.engine.stream(prompt, settings, policy=policy, template_kwargs=template, reuse=reuse)
 
     def _prepare(self, prompt: Prompt, reuse: Reuse, policy: Policy) -> Reuse:
         texts = [prompt] if isinstance(prompt, str) else [message.content for message in prompt]
         text, engine = "\0".join(texts), self._llm.engine
+        if policy == "prefill" or reuse.match == "off":
+            return engine.learner.read_in_full(text, [*self._texts, *RETRIEVED.texts()]).expected(reuse)
         encode = self._llm.encode_retrieved and reuse.on_miss != "error" and engine.may_reuse(text, policy)
         self._prepared = engine.learner.prepare(text, self._texts, RETRIEVED.texts(), ADVICE, encode=encode)
         return self._prepared.expected(reuse)
