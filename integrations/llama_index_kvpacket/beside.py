@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+import threading
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
 from urllib.parse import quote
+from weakref import WeakKeyDictionary
 
 from llama_index.core.schema import BaseNode, MetadataMode
 
@@ -56,11 +59,75 @@ def owner_name(owner: str, document_id: str) -> str:
     return f"{quote(owner, safe='')}/{document_id}"
 
 
+@dataclass(slots=True)
+class _Ingested:
+    """What came of a document last.
+
+    Attributes:
+        version: its hash, as nodes tell it of their source; None if they do not.
+        nodes: ids of those that came.
+    """
+
+    version: str | None = None
+    nodes: set[str] = field(default_factory=set)
+
+
+class _Documents:
+    """Documents whose packets were made over one engine, by owner; one thread at a time asks and changes them."""
+
+    def __init__(self) -> None:
+        self.lock = threading.Lock()
+        self.came: dict[str, _Ingested] = {}
+
+    def replaced_by(self, coming: Mapping[str, Sequence[BaseNode]]) -> list[str]:
+        """Owners that come anew with these nodes; of the others, more nodes of what came before are among them.
+
+        A pipeline may bring a document in batches, all of which tell one hash. Where none is told, a batch begins anew
+        that brings a node again.
+        """
+        return [name for name, nodes in coming.items() if not self._go_on(self.came.get(name), nodes)]
+
+    def note(self, coming: Mapping[str, Sequence[BaseNode]], replaced: Sequence[str]) -> None:
+        """These nodes have their packets now."""
+        for name in replaced:
+            self.came[name] = _Ingested(_version_of(coming[name][-1]))
+        for name, nodes in coming.items():
+            self.came[name].nodes |= {node.node_id for node in nodes}
+
+    @staticmethod
+    def _go_on(last: _Ingested | None, nodes: Sequence[BaseNode]) -> bool:
+        if last is None or any(document_of(node) in ("", node.node_id) for node in nodes):
+            return False  # it is new, or comes in one piece
+        versions = {_version_of(node) for node in nodes}
+        if None in versions and not last.nodes.isdisjoint(node.node_id for node in nodes):
+            return False
+        return versions == {last.version}
+
+
+_documents: WeakKeyDictionary[KVPacketEngine, _Documents] = WeakKeyDictionary()
+_making = threading.Lock()
+
+
+def _documents_of(engine: KVPacketEngine) -> _Documents:
+    with _making:
+        return _documents.setdefault(engine, _Documents())
+
+
+def _version_of(node: BaseNode) -> str | None:
+    return node.source_node.hash if node.source_node else None
+
+
 def replace_packets(engine: KVPacketEngine, nodes: Sequence[BaseNode], owner: str, text_key: str) -> list[Encodable]:
-    """Make the packets of documents' nodes, and drop those that the documents had besides."""
+    """Make the packets of documents' nodes, and drop those that other versions of the documents had."""
     found = encodable(engine, nodes, owner, text_key)
-    old = [owner_name(owner, document_of(node) or node.node_id) for node in nodes]
-    engine.writer.replace([each.text for each in found], [each.owner for each in found], old)
+    coming: dict[str, list[BaseNode]] = defaultdict(list)
+    for node in nodes:
+        coming[owner_name(owner, document_of(node) or node.node_id)].append(node)
+    documents = _documents_of(engine)
+    with documents.lock:
+        old = documents.replaced_by(coming)
+        engine.writer.replace([each.text for each in found], [each.owner for each in found], old)
+        documents.note(coming, old)
     return found
 
 
@@ -83,4 +150,9 @@ def drop_packets(engine: KVPacketEngine, document_ids: Iterable[str], owner: str
         KVPacketError: there is no engine, or ``document_ids`` is a single text.
     """
     require_engine("drop_packets", engine)
-    return engine.drop_owners([owner_name(owner, name) for name in require_names("document_ids", document_ids)])
+    owners = [owner_name(owner, name) for name in require_names("document_ids", document_ids)]
+    documents = _documents_of(engine)
+    with documents.lock:
+        for name in owners:
+            documents.came.pop(name, None)
+        return engine.drop_owners(owners)

@@ -24,7 +24,8 @@ class KVPacketTransform(TransformComponent):
     retrieved. Model and adapter are part of the cache's key.
 
     A node that is returned is a copy, with the id of its packet in its metadata. Packets belong to documents: one that
-    comes again keeps the packets it still has text for. :func:`drop_packets` drops those of a deleted one.
+    comes again in another version, by the hash that nodes tell of their source, keeps the packets it still has text
+    for. Nodes of one version may come in several batches. :func:`drop_packets` drops those of a deleted one.
 
     Args:
         engine: makes the packets and keeps them in its store.
