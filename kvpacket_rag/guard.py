@@ -19,7 +19,7 @@ class ModelGuard:
     """Compares a model with what it was when it was made the backbone.
 
     Edits of weights in place are counted by torch; those through ``.data`` are not, and a few numbers of every
-    parameter are compared for them, which finds a merge or an overwrite, not one single number.
+    parameter are compared for them, which finds a merge or an overwrite, not one single number or row.
 
     Args:
         model: in evaluation mode.
@@ -40,9 +40,9 @@ class ModelGuard:
         self._dtype = _dtype(model)
 
     def check(self) -> None:
-        """Refuse to go on with another function; about half a millisecond for a model of a hundred million weights.
+        """Refuse to go on with another function; what was only switched can be switched back.
 
-        What was only switched can be switched back.
+        It takes about half a millisecond for a model of 30 layers, and several with PEFT's adapters on all of them.
 
         Raises:
             PacketMismatchError: packets made from here on would carry the identity of another function.
