@@ -213,8 +213,7 @@ class Origin:
 
     def _note_place(self, store: PacketStore) -> None:
         """Note the object store in which the index's packets are from here on, if it is one."""
-        if isinstance(store, RemoteStore):
-            name_new(self._index)
+        name_new(self._index, store)
         self._set({"remote": store.url if isinstance(store, RemoteStore) else ""})
 
     def _set(self, settings: Mapping[str, str]) -> None:

@@ -1,7 +1,10 @@
 """Under which names the rows of an index own their packets.
 
 A packet goes with its last owner. Several indexes may share a packet store, and often have equal ids; so where a store
-does not lie with an index, the index's names have a prefix that no other index has, nor a copy of it.
+does not lie with an index, the index's names have a prefix that no other index has, nor a copy of it. In the folder of
+an index others own packets too: those that were made for documents of other vector stores, under names such as
+``langchain/intro.md``. None of these begins as the names of its rows do; rows of indexes that were built before that
+was so own by their bare ids.
 """
 
 from __future__ import annotations
@@ -20,6 +23,8 @@ from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, TieredStore
 UNOWNED = "is_copy"  # setting of an index: in the store at hand, its rows may own no packets yet
 _LOOKED_UP = 16  # packets, before all that a store knows are read
 _PREFIX = "owner_prefix"
+_PREFIX_IN_FOLDER = "owner_prefix_in_folder"  # where the packets lie with the index, and with no other
+_ROW = ":"
 _PREFIX_ELSEWHERE = "owner_prefix_elsewhere"  # in stores that are not the index's own
 _FOLDER = "owner_folder"  # where the index lay when that was made: a copy has the setting too, and lies elsewhere
 
@@ -27,7 +32,12 @@ _FOLDER = "owner_folder"  # where the index lay when that was made: a copy has t
 def owner_names(index: PacketIndex, store: PacketStore, chunk_ids: Iterable[str]) -> list[str]:
     """Under which names chunks of an index own their packets in a store."""
     own = _has_own(index, store)
-    prefix = (not own and index.get_setting(_PREFIX_ELSEWHERE)) or index.get_setting(_PREFIX) or ""
+    prefix = (not own and index.get_setting(_PREFIX_ELSEWHERE)) or index.get_setting(_PREFIX)
+    return [prefix + chunk_id for chunk_id in chunk_ids] if prefix else _names_in_folder(index, chunk_ids)
+
+
+def _names_in_folder(index: PacketIndex, chunk_ids: Iterable[str]) -> list[str]:
+    prefix = index.get_setting(_PREFIX_IN_FOLDER) or ""
     return [prefix + chunk_id for chunk_id in chunk_ids]
 
 
@@ -44,9 +54,10 @@ def claim_names(index: PacketIndex, store: PacketStore) -> None:
     An index that cannot be written keeps what it has: it cannot change either.
     """
     if _has_own(index, store):
-        if _is_shared(store) and len(index) and index.get_setting(_PREFIX) is None:  # it came from a folder of its own
+        if _is_shared(store) and index.get_setting(_PREFIX) is None:  # it came from a folder of its own
             with suppress(StoreError):
-                index.set_setting(UNOWNED, "true")
+                if len(index):
+                    index.set_setting(UNOWNED, "true")
                 index.set_setting(_PREFIX, f"{uuid.uuid4()}/")
         return
     prefix = index.get_setting(_PREFIX_ELSEWHERE) or index.get_setting(_PREFIX)
@@ -64,10 +75,14 @@ def claim_names(index: PacketIndex, store: PacketStore) -> None:
             index.set_setting(_FOLDER, folder)
 
 
-def name_new(index: PacketIndex) -> None:
-    """Give an index that is about to be built names of its own, for an object store that others may use, too."""
-    if not len(index) and index.get_setting("signature") is None and index.get_setting(_PREFIX) is None:
+def name_new(index: PacketIndex, store: PacketStore) -> None:
+    """Give an index that is about to be built names that nobody else has in the store, be that shared or its own."""
+    if len(index) or index.get_setting("signature") is not None or index.get_setting(_PREFIX) is not None:
+        return
+    if _is_shared(store):
         index.set_setting(_PREFIX, f"{uuid.uuid4()}/")
+    elif _has_own(index, store):
+        index.set_setting(_PREFIX_IN_FOLDER, _ROW)
 
 
 def adopt(index: PacketIndex, store: PacketStore) -> None:
@@ -75,7 +90,7 @@ def adopt(index: PacketIndex, store: PacketStore) -> None:
     packets = {chunk.chunk_id: packet for chunk, packet in index.rows()}
     add_owners(store, packets.values(), owner_names(index, store, packets))
     if _has_own(index, store) and _is_shared(store):
-        store.drop_owners(packets)  # the names without a prefix that they had in a folder
+        store.drop_owners(_names_in_folder(index, packets))
     index.set_setting(UNOWNED, "")
 
 

@@ -9,16 +9,20 @@ from typing import Any
 
 import pytest
 from conftest import CHUNKS
+from langchain_core.documents import Document as LangChainDocument
+from langchain_kvpacket import KVPacketTransformer
 from langchain_kvpacket import KVPacketVectorStore as LangChainStore
 from langchain_samples import WordEmbeddings
 from langchain_samples import documents as langchain_documents
+from llama_index_kvpacket import KVPacketTransform, drop_packets
 from llama_index_kvpacket import KVPacketVectorStore as LlamaIndexStore
-from llama_index_samples import nodes
+from llama_index_samples import node, nodes
 from pipeline_samples import WordEmbedder, documents
 
 from kvpacket_rag import (
     Backbone,
     DiskStore,
+    Document,
     KVPacketEngine,
     KVPacketError,
     KVPacketRAG,
@@ -74,6 +78,40 @@ def test_an_index_is_followed_to_the_url_of_its_packets(way: Open, tmp_path: Pat
     shutil.copy(tmp_path / "first" / "index.sqlite", tmp_path / "second")
     opened = way(tmp_path / "second", cache_bytes=10**6)
     assert opened.engine.store.url == url and len(opened.engine.store) == 4
+    assert opened.engine.generate(CHUNKS[1] + " So", SHORT).usage.chunks_reused == 1
+    opened.delete({pipeline: "d1", langchain: ["d1"], llama_index: "doc"}[way])
+    assert len(opened.engine.store) == (0 if way is llama_index else 3)
+    close(opened)
+
+
+@WAYS
+def test_rows_and_documents_of_other_stores_may_have_equal_ids(way: Open, tmp_path: Path):
+    opened, texts = (
+        way(tmp_path),
+        [f"The {name} is told of in a file of its own." for name in ("quay", "crane", "dock")],
+    )
+    if way is llama_index:
+        opened.add([node("llama_index/a", texts[0], "doc"), node("langchain/b", texts[1], "doc")])
+    elif way is langchain:
+        opened.add_texts(texts[:2], ids=["llama_index/a", "langchain/b"])
+    else:
+        opened.add([Document("llama_index/a", texts[0]), Document("langchain/b", texts[1])])
+    KVPacketTransform(opened.engine)([node("n", texts[2], "a")])
+    KVPacketTransformer(opened.engine).transform_documents([LangChainDocument(id="b", page_content=texts[2])])
+    assert drop_packets(opened.engine, ["a"]) == []
+    assert len(KVPacketTransformer(opened.engine).drop(["b"])) == 1
+    assert sorted(known.text for known in opened.engine.store.known(opened.engine.signature)) == sorted(texts[:2])
+    close(opened)
+
+
+@WAYS
+def test_an_index_whose_rows_own_by_their_bare_ids_is_still_read_and_lets_go_of_its_packets(
+    way: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    with monkeypatch.context() as before:
+        before.setattr("kvpacket_rag.owners._ROW", "")
+        close(add(way(tmp_path)))
+    opened = add(way(tmp_path))
     assert opened.engine.generate(CHUNKS[1] + " So", SHORT).usage.chunks_reused == 1
     opened.delete({pipeline: "d1", langchain: ["d1"], llama_index: "doc"}[way])
     assert len(opened.engine.store) == (0 if way is llama_index else 3)
