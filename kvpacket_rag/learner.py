@@ -128,6 +128,12 @@ class ChunkLearner:
         self._learned: OrderedDict[str, None] = OrderedDict()  # least recently needed first
         self._lock = threading.Lock()
 
+    @property
+    def learned(self) -> frozenset[str]:
+        """Ids of the packets that were made here."""
+        with self._lock:
+            return frozenset(self._learned)
+
     def prepare(
         self, prompt: str, found: Iterable[str], others: Iterable[str], advice: Advice, *, encode: bool
     ) -> Prepared:

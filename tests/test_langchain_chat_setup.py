@@ -5,6 +5,7 @@ import pickle
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +14,11 @@ from langchain_core.caches import InMemoryCache
 from langchain_core.callbacks import BaseCallbackHandler, UsageMetadataCallbackHandler
 from langchain_core.messages import AIMessage, HumanMessage
 from langchain_core.runnables import ConfigurableField
+from langchain_core.vectorstores import InMemoryVectorStore
 from langchain_kvpacket import ChatKVPacket
-from langchain_samples import chat_about, slow
+from langchain_samples import WordEmbeddings, chat_about, documents, slow
 
-from kvpacket_rag import GenerationSettings, KVPacketEngine, KVPacketError, Message, PromptError
+from kvpacket_rag import DiskStore, GenerationSettings, KVPacketEngine, KVPacketError, Message, PromptError
 
 ASKED, ASKED_OF_ENGINE = chat_about(CHUNKS[1], CHUNKS[2])
 
@@ -130,7 +132,7 @@ def test_an_error_of_the_constructor_shows_no_secret_and_comes_unwrapped():
 def test_a_stream_that_is_not_read_to_its_end_has_no_usage(chat: ChatKVPacket):
     chat.invoke("Hi")
     stream = chat.stream(ASKED)
-    assert chat.last_usage and next(stream) is not None and chat.last_usage is None
+    assert chat.last_usage is None and next(stream) is not None and chat.last_usage is None
     stream.close()  # type: ignore[attr-defined]
     assert chat.last_usage is None
     assert list(chat.stream(ASKED)) and chat.last_usage and chat.last_usage["chunks_reused"] == 2
@@ -173,6 +175,50 @@ def test_a_cached_answer_is_served_to_the_same_model_packets_and_policy_alone(
     assert count == 4 * 3 and [model.invoke(ASKED).content for model in models] == first and len(began) == count
     expected = soft_engine.generate(ASKED_OF_ENGINE, GenerationSettings(max_new_tokens=4)).text
     assert models[1].invoke(ASKED).content == expected
+
+
+def test_a_cache_on_disk_serves_a_later_process_over_the_same_packets_and_no_other(
+    chat: ChatKVPacket, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    cache, began = InMemoryCache(), slow(chat.engine, monkeypatch, 0)
+
+    def answer(place: str | None, texts: list[str]) -> bool:
+        """Whether an engine as a process makes it anew had to compute."""
+        store = DiskStore(tmp_path / place) if place else None
+        engine = KVPacketEngine(chat.engine.backbone, store, min_match_tokens=4)
+        engine.encode(texts)
+        count = len(began)
+        ChatKVPacket(engine=engine, max_tokens=4, cache=cache).invoke(ASKED)
+        engine.close()
+        return len(began) > count
+
+    kinds = [("one", CHUNKS), ("other", CHUNKS), (None, CHUNKS), (None, CHUNKS[:1])]
+    assert [answer(*kind) for kind in kinds * 2] == [True] * 4 + [False] * 4
+
+
+def test_a_copy_with_another_model_answers_from_that_or_says_that_it_cannot(
+    chat: ChatKVPacket, soft_engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
+):
+    with pytest.raises(KVPacketError, match="an engine of model 'tiny' was given, so model can have no effect"):
+        chat.model_copy(update={"model": "other"})
+    assert chat.model_copy(update={"engine": soft_engine}).engine is soft_engine
+    monkeypatch.setattr(KVPacketEngine, "load", lambda name, **_: {"one": chat.engine, "other": soft_engine}[name])
+    one = ChatKVPacket(model="one", max_tokens=3)
+    assert one.engine is chat.engine
+    other = one.model_copy(update={"model": "other", "max_tokens": 4})
+    assert (other.engine, other.max_tokens, one.engine) == (soft_engine, 4, chat.engine)
+
+
+def test_packets_that_a_prompt_makes_do_not_change_the_key_of_its_answer(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch
+):
+    chat, began = ChatKVPacket(engine=engine, max_tokens=4, cache=InMemoryCache()), slow(engine, monkeypatch, 0)
+    store = InMemoryVectorStore(WordEmbeddings())
+    store.add_documents(documents())
+    for _ in range(2):
+        store.as_retriever().invoke("lease")
+        chat.invoke(ASKED)
+    assert len(engine.store) and len(began) == 3
 
 
 async def test_the_first_call_of_a_model_that_is_not_loaded_yet_is_cached_like_any_other(

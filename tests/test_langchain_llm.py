@@ -136,7 +136,7 @@ async def test_the_last_answers_usage_is_at_hand(llm: KVPacketLLM):
         ask(PROMPT)
         assert llm.last_usage and {name: llm.last_usage[name] for name in expected} == expected
     await llm.ainvoke("Hi")
-    assert llm.last_usage["chunks_reused"] == 0 and llm.model_copy().last_usage == llm.last_usage
+    assert llm.last_usage["chunks_reused"] == 0 and llm.model_copy().last_usage is None
     with pytest.raises(ContextTooLongError):
         llm.invoke("word " * 5000)
     assert llm.last_usage is None
@@ -194,6 +194,27 @@ def test_a_cached_answer_is_served_to_the_same_model_and_packets_alone(
     assert first == [model.model_copy(update={"cache": False}).invoke(PROMPT) for model in models]
     monkeypatch.setattr(llm.engine.backbone, "step", lambda *_: pytest.fail("generated again"))
     assert [model.invoke(PROMPT) for model in models] == first
+
+
+async def test_one_prompt_of_a_batch_that_fails_costs_the_others_nothing(llm: KVPacketLLM):
+    asked = [PROMPT, "too long " * 3000, "Who?"]
+    expected = [llm.invoke(PROMPT), ContextTooLongError, llm.invoke("Who?")]
+    for limit in (None, 2):
+        config = {"max_concurrency": limit}
+        sync = llm.batch(asked, config, return_exceptions=True)
+        for found in (sync, await llm.abatch(asked, config, return_exceptions=True)):
+            assert [type(each) if isinstance(each, Exception) else each for each in found] == expected
+    with pytest.raises(ContextTooLongError):
+        llm.batch(asked)
+
+
+async def test_a_stream_that_nobody_reads_yet_has_no_usage(llm: KVPacketLLM):
+    for begin in (llm.stream, llm.astream):
+        llm.invoke(PROMPT)
+        stream = begin("Who?")
+        assert llm.last_usage is None
+        _ = list(stream) if begin == llm.stream else [piece async for piece in stream]
+        assert llm.last_usage and llm.last_usage["chunks_reused"] == 0
 
 
 def test_tokens_are_counted_by_the_models_own_tokenizer(llm: KVPacketLLM, tokenizer: Any):

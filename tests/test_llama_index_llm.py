@@ -150,9 +150,19 @@ def test_without_a_chat_template_prompts_are_plain_text(llm: KVPacketLLM, monkey
     monkeypatch.setattr(llm.engine.backbone.tokenizer, "chat_template", None)
     llm.system_prompt = "Be brief."
     assert not llm.metadata.is_chat_model
-    assert rendered(llm, lambda: llm.complete(QUESTION), monkeypatch) == f"Be brief.\n\n{QUESTION}"
+    assert rendered(llm, lambda: llm.complete(QUESTION), monkeypatch) == f"Be brief. {QUESTION}"
     predict = rendered(llm, lambda: llm.predict(PromptTemplate("{q}"), q=QUESTION), monkeypatch)
     assert predict == f"Be brief.\n\n{QUESTION}"
+
+
+@pytest.mark.parametrize("own", [{}, {"completion_to_prompt": lambda text: f"[{text}]"}])
+def test_a_completion_is_wrapped_and_then_led_by_the_system_prompt_as_hugging_face_llm_has_it(
+    engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch, own: dict[str, Any]
+):
+    llm = KVPacketLLM(engine=engine, system_prompt="SYS", query_wrapper_prompt="<U>{query_str}<A>", **own)
+    expected = "SYS [<U>q<A>]" if own else "SYS <U>q<A>"
+    assert rendered(llm, lambda: llm.complete("q", max_tokens=2), monkeypatch) == expected
+    assert rendered(llm, lambda: list(llm.stream_complete("q", max_tokens=2)), monkeypatch) == expected
 
 
 def test_own_prompt_functions_are_used_in_place_of_the_template(

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import logging
 import threading
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -15,12 +16,15 @@ from langchain_core.documents import Document
 from kvpacket_rag import (
     Answer,
     AnswerStream,
+    DiskStore,
     DocumentError,
     GenerationSettings,
     KVPacketEngine,
     Message,
     PromptError,
+    RemoteStore,
     Reuse,
+    TieredStore,
 )
 from kvpacket_rag.engine import Policy
 from kvpacket_rag.learner import Prepared
@@ -135,6 +139,7 @@ class Beside:
     """What the users of an engine were told, through any model over it."""
 
     told: set[str] = field(default_factory=set)
+    _content: tuple[int, str] | None = None  # revision of the store, and what it holds then
 
     def warn(self, engine: KVPacketEngine, answer: Answer, prepared: Prepared, unseen: int) -> None:
         """Tell why nothing was reused that might have been; each reason once.
@@ -155,6 +160,17 @@ class Beside:
         elif usage.prompt_tokens >= _WORTH_REUSE and not any(engine.store.known(engine.signature)):
             self.once(logging.WARNING, _NO_CHUNKS, usage.prompt_tokens)
 
+    def content(self, engine: KVPacketEngine) -> str:
+        """A digest of the packets in the engine's store, but for those that were made as prompts came.
+
+        An answer makes these again where they are missing, so it does not depend on them.
+        """
+        revision = engine.store.revision()
+        if self._content is None or self._content[0] != revision:
+            names = {known.packet_id for known in engine.store.known(engine.signature)} - engine.learner.learned
+            self._content = revision, hashlib.sha256(" ".join(sorted(names)).encode()).hexdigest()
+        return self._content[1]
+
     def once(self, level: int, message: str, *facts: str | int) -> None:
         """Log a message; another time only if its words differ, which a number does not change."""
         kind = "\0".join([message, *(fact for fact in facts if isinstance(fact, str))])
@@ -173,6 +189,14 @@ def beside(engine: KVPacketEngine) -> Beside:
         if engine not in _beside:
             _beside[engine] = Beside()
         return _beside[engine]
+
+
+def packets_at(engine: KVPacketEngine) -> str:
+    """What tells an engine's packets from those of another, also in a later process: their place, or which they are."""
+    store = engine.store.below if isinstance(engine.store, TieredStore) else engine.store
+    if isinstance(store, RemoteStore):
+        return store.url
+    return str(store.folder) if isinstance(store, DiskStore) else beside(engine).content(engine)
 
 
 def packet_ids(engine: KVPacketEngine, retrieved: Sequence[str | Document]) -> tuple[str, ...]:
@@ -219,3 +243,15 @@ def answer_facts(model: str, answer: Answer) -> dict[str, Any]:
         **{name: counts[name] for name in told},
         "timings": asdict(answer.timings),
     }
+
+
+def first(*values: Any) -> Any:
+    """The first that is not None."""
+    return next((value for value in values if value is not None), None)
+
+
+def as_tuple(name: str, values: Any, what: str) -> tuple[Any, ...]:
+    """As a tuple; raises PromptError for what is none."""
+    if isinstance(values, str | Document | Mapping) or not isinstance(values, Iterable):
+        raise PromptError(f"{name} is a {type(values).__name__}; pass a list of {what}")
+    return tuple(values)

@@ -7,8 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
 from langchain_core.callbacks import AsyncCallbackManagerForLLMRun, CallbackManagerForLLMRun
+from langchain_core.language_models import LanguageModelInput
 from langchain_core.language_models.llms import BaseLLM
 from langchain_core.outputs import Generation, GenerationChunk, LLMResult
+from langchain_core.runnables import RunnableConfig
+from langchain_core.runnables.config import get_config_list
 from pydantic import ConfigDict, model_validator
 
 from kvpacket_rag import Answer, Message
@@ -16,6 +19,7 @@ from langchain_kvpacket.call import Call, Prompt, answer_facts, beside
 from langchain_kvpacket.final_prompt import TemplateMarks
 from langchain_kvpacket.options import EngineFields
 
+Config = RunnableConfig | list[RunnableConfig] | None
 _IS_FINAL = "prompts are in the model's chat template already and are read as they stand; raw=True says so for all"
 _HOLDS_CONTROLS = (
     "a prompt that is put into the model's chat template holds %s, which the model reads as plain text; pass raw=True "
@@ -99,6 +103,26 @@ class KVPacketLLM(EngineFields, BaseLLM):
     def _identifying_params(self) -> Mapping[str, Any]:
         return {**self._identity(), "raw": self.raw}
 
+    def batch(
+        self, inputs: list[LanguageModelInput], config: Config = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[str]:
+        """As in the base class; with ``return_exceptions``, a prompt that fails takes no other's answer with it."""
+        found = super().batch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        if not _failed_together(found):
+            return found
+        each = zip(inputs, get_config_list(config, len(inputs)), strict=True)
+        return [self.batch([one], own, return_exceptions=True, **kwargs)[0] for one, own in each]
+
+    async def abatch(
+        self, inputs: list[LanguageModelInput], config: Config = None, *, return_exceptions: bool = False, **kwargs: Any
+    ) -> list[str]:
+        """As :meth:`batch`."""
+        found = await super().abatch(inputs, config, return_exceptions=return_exceptions, **kwargs)
+        if not _failed_together(found):
+            return found
+        each = zip(inputs, get_config_list(config, len(inputs)), strict=True)
+        return [(await self.abatch([one], own, return_exceptions=True, **kwargs))[0] for one, own in each]
+
     def _generate(
         self,
         prompts: list[str],
@@ -165,6 +189,11 @@ class KVPacketLLM(EngineFields, BaseLLM):
         used = [facts["token_usage"] for _, facts in answers]
         total = _counts(sum(u["prompt_tokens"] for u in used), sum(u["completion_tokens"] for u in used))
         return LLMResult(generations=generations, llm_output={"model_name": self.model, "token_usage": total})
+
+
+def _failed_together(found: Sequence[object]) -> bool:
+    """Whether LangChain gave one error to each prompt of a batch."""
+    return len(found) > 1 and isinstance(found[0], Exception) and all(each is found[0] for each in found)
 
 
 def _counts(prompt: int, completion: int) -> dict[str, int]:

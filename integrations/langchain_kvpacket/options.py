@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Self
 
-from langchain_core.documents import Document
 from langchain_core.language_models import BaseLanguageModel, LangSmithParams
 from langchain_core.outputs import LLMResult
 from langchain_core.runnables.config import run_in_executor
@@ -17,7 +16,7 @@ from kvpacket_rag import __version__ as version
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.engine import Policy
 from kvpacket_rag.reading import Match, OnMiss
-from langchain_kvpacket.call import PROVIDER, Call, Prompt, usage_counts
+from langchain_kvpacket.call import PROVIDER, Call, Prompt, as_tuple, first, packets_at, usage_counts
 from langchain_kvpacket.huggingface import OTHER_WORDS, call_arguments, constructor_arguments
 from langchain_kvpacket.lazy_engine import DEFAULT_MODEL, OPTION_NAMES, EngineOptions, LazyEngine, absolute, is_model
 from langchain_kvpacket.plain_errors import PlainErrors
@@ -159,6 +158,30 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
         copy._usages = []
         return copy
 
+    def model_copy(self, *, update: Mapping[str, Any] | None = None, deep: bool = False) -> Self:
+        """A copy; with other fields of those that an engine is loaded from, over another engine.
+
+        Raises:
+            KVPacketError: this model was made around an engine, and the copy is to have another model's name.
+        """
+        update = dict(update or {})
+        if update.keys().isdisjoint({*OPTION_NAMES, "engine", "shared_engine"}):
+            return super().model_copy(update=update, deep=deep)
+        own = self.model_fields_set - update.keys()
+        if not update.keys().isdisjoint({"engine", "shared_engine"}):
+            own -= {*OPTION_NAMES, "shared_engine"}
+        return type(self)(**{name: getattr(self, name) for name in own}, **update)
+
+    def stream(self, *args: Any, **kwargs: Any) -> Any:
+        """As in the base class; :attr:`last_usage` is None from here on, whenever the stream is read."""
+        self._usages.clear()
+        return super().stream(*args, **kwargs)
+
+    def astream(self, *args: Any, **kwargs: Any) -> Any:
+        """As :meth:`stream`."""
+        self._usages.clear()
+        return super().astream(*args, **kwargs)
+
     @property
     def engine(self) -> KVPacketEngine:
         """The engine; loaded here, if nothing needed it before."""
@@ -198,7 +221,7 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
     def _get_ls_params(self, stop: list[str] | None = None, **kwargs: Any) -> LangSmithParams:
         params = super()._get_ls_params(stop, **kwargs)
         params["ls_provider"] = PROVIDER
-        if stops := _first(stop, self.stop):
+        if stops := first(stop, self.stop):
             params["ls_stop"] = stops
         return params
 
@@ -210,18 +233,18 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
         """
         kwargs = call_arguments(kwargs, self.temperature)
         self._check_arguments(kwargs)
-        values = {name: _first(kwargs.get(name), getattr(self, name)) for name in (*_SETTINGS, *_REUSE)}
+        values = {name: first(kwargs.get(name), getattr(self, name)) for name in (*_SETTINGS, *_REUSE)}
         reuse = Reuse(match=values.pop("match"), on_miss=values.pop("on_miss"))
-        values["max_new_tokens"] = _first(kwargs.get("max_tokens"), self.max_tokens)
-        stops = _first(stop, kwargs.get("stop"), self.stop, ())
-        stops = (stops,) if isinstance(stops, str) else _listed("stop", stops, "texts")
+        values["max_new_tokens"] = first(kwargs.get("max_tokens"), self.max_tokens)
+        stops = first(stop, kwargs.get("stop"), self.stop, ())
+        stops = (stops,) if isinstance(stops, str) else as_tuple("stop", stops, "texts")
         settings = GenerationSettings(stop=stops, **{name: v for name, v in values.items() if v is not None})
         own = kwargs.get("chat_template_kwargs") or {}
         if not isinstance(own, Mapping):
             raise PromptError(f"chat_template_kwargs is a {type(own).__name__}, expected a dict of names and values")
         template_kwargs = {**(self.chat_template_kwargs or {}), **own}
-        policy = _first(kwargs.get("policy"), self.policy)
-        hints = _listed("kv_hint", kwargs.get("kv_hint") or (), "packet ids or of Documents")
+        policy = first(kwargs.get("policy"), self.policy)
+        hints = as_tuple("kv_hint", kwargs.get("kv_hint") or (), "packet ids or of Documents")
         return Call(settings, policy, template_kwargs, reuse, hints, self.encode_retrieved)
 
     def _start(self, call: Call, prompt: Prompt) -> AnswerStream:
@@ -252,7 +275,8 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
     def _identity(self) -> dict[str, Any]:
         """What an answer depends on besides the prompt: the key of LangChain's answer cache.
 
-        Once the engine is loaded, that is the content of weights, tokenizer, adapter and dtype, not their names.
+        Once the engine is loaded, that is the content of weights, tokenizer, adapter and dtype, not their names; and
+        where its packets are, or which they are in memory. A cache on disk serves a later process that has the same.
         """
         engine = self.shared_engine.loaded
         call = self._call(None, {})
@@ -266,20 +290,8 @@ class EngineFields(PlainErrors, BaseLanguageModel[Any]):
             "on_miss": call.reuse.on_miss,
             "encode_retrieved": call.encode_retrieved,
             "min_match_tokens": self.min_match_tokens,
-            "store": id(engine.store) if engine else str(self.store),
+            "store": packets_at(engine) if engine else str(self.store),
             "chat_template_kwargs": call.template_kwargs,
             "stops_by_default": stops,
             **settings,
         }
-
-
-def _first(*values: Any) -> Any:
-    """The first that is not None."""
-    return next((value for value in values if value is not None), None)
-
-
-def _listed(name: str, values: Any, what: str) -> tuple[Any, ...]:
-    """As a tuple; raises PromptError for what is none."""
-    if isinstance(values, str | Document | Mapping) or not isinstance(values, Iterable):
-        raise PromptError(f"{name} is a {type(values).__name__}; pass a list of {what}")
-    return tuple(values)

@@ -240,7 +240,14 @@ class ConfiguredLLM(LLM):
             return prompt
         if self._is_chat() and not self._has_own_shape():
             return self.chat_prompt([ChatMessage(role=MessageRole.USER, content=prompt)])
-        return self._extend_prompt((self.completion_to_prompt or default_completion_to_prompt)(prompt))
+        return self._shaped(prompt)
+
+    def _shaped(self, prompt: str) -> str:
+        """A text in the user's own shape, as HuggingFaceLLM has it: wrapped, then led by the system prompt."""
+        if self.query_wrapper_prompt is not None:
+            prompt = self.query_wrapper_prompt.format(query_str=prompt)
+        prompt = (self.completion_to_prompt or default_completion_to_prompt)(prompt)
+        return f"{self.system_prompt} {prompt}" if self.system_prompt else prompt
 
     def _is_chat(self) -> bool:
         if self.is_chat_model is not None:
