@@ -1,8 +1,9 @@
-"""LlamaIndex's nodes as chunks of the index and back, and metadata filters on them."""
+"""LlamaIndex's nodes as chunks of the index and back."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import math
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from llama_index.core.schema import (
@@ -17,10 +18,9 @@ from llama_index.core.schema import (
     RelatedNodeInfo,
     TextNode,
 )
-from llama_index.core.vector_stores.types import FilterCondition, MetadataFilters, VectorStoreQuery
-from llama_index.core.vector_stores.utils import build_metadata_filter_fn, node_to_metadata_dict
+from llama_index.core.vector_stores.utils import node_to_metadata_dict
 
-from kvpacket_rag import Chunk, DocumentError
+from kvpacket_rag import Chunk, DocumentError, StoreError
 from kvpacket_rag.ingest import MARK
 
 # LlamaIndex's own function for this reads documents as text nodes.
@@ -41,9 +41,30 @@ def require_nodes(nodes: Sequence[BaseNode]) -> Sequence[BaseNode]:
 
 
 def to_chunk(node: BaseNode) -> Chunk:
-    """A node as it is stored: its own text, which prompts hold word for word, and all the rest as metadata."""
+    """A node as it is stored: its own text, which prompts hold word for word, and all the rest as metadata.
+
+    Raises:
+        StoreError: naming metadata that would come back as something else, such as a date as a text.
+    """
+    for key, value in node.metadata.items():
+        if not _is_kept(value):
+            raise StoreError(
+                f"node {node.node_id!r}: metadata {key!r} holds {value!r:.60}, which JSON would change or lose; use "
+                "str, finite numbers, bool, None, and lists or dicts of these with str keys; of a date, its isoformat()"
+            )
     metadata = node_to_metadata_dict(node, remove_text=isinstance(node, TextNode))
     return Chunk(node.node_id, node.get_content(MetadataMode.NONE), document_of(node), metadata)
+
+
+def _is_kept(value: Any) -> bool:
+    """Whether JSON gives a value back; a tuple as a list."""
+    if isinstance(value, float):
+        return math.isfinite(value)
+    if isinstance(value, list | tuple):
+        return all(map(_is_kept, value))
+    if isinstance(value, dict):
+        return all(isinstance(key, str) and _is_kept(item) for key, item in value.items())
+    return value is None or isinstance(value, str | int)
 
 
 def to_node(chunk: Chunk) -> BaseNode:
@@ -78,36 +99,3 @@ def packet_text(text: str, metadata: Mapping[str, Any], key: str | None) -> str:
     """The text that prompts hold of a node, so that its packet must be made of: that under a metadata key, if there."""
     other = metadata.get(key) if key else None
     return other if isinstance(other, str) and other.strip() else text
-
-
-def matches(chunk: Chunk, filters: MetadataFilters | None) -> bool:
-    """Whether a chunk passes the filters; groups of filters may be nested."""
-    documents = dict.fromkeys(("document_id", "doc_id", "ref_doc_id"), chunk.document_id)
-    return _passes({**documents, **chunk.metadata}, filters)
-
-
-def _passes(metadata: Mapping[str, Any], filters: MetadataFilters | None) -> bool:
-    if filters is None or not filters.filters:
-        return True
-    results = [
-        _passes(metadata, each)
-        if isinstance(each, MetadataFilters)
-        else build_metadata_filter_fn(lambda _: metadata, MetadataFilters(filters=[each]))("")
-        for each in filters.filters
-    ]
-    if filters.condition == FilterCondition.NOT:
-        return not any(results)
-    return any(results) if filters.condition == FilterCondition.OR else all(results)
-
-
-def query_filter(query: VectorStoreQuery) -> Callable[[Chunk], bool] | None:
-    """Which chunks a query allows; None for all. A retriever sends an empty list where it means no restriction."""
-    nodes, documents, filters = set(query.node_ids or ()), set(query.doc_ids or ()), query.filters
-    if not nodes and not documents and filters is None:
-        return None
-
-    def allowed(chunk: Chunk) -> bool:
-        fits = (not nodes or chunk.chunk_id in nodes) and (not documents or chunk.document_id in documents)
-        return fits and matches(chunk, filters)
-
-    return allowed

@@ -25,7 +25,8 @@ from llama_index.core.vector_stores.types import (
 from kvpacket_rag import Chunk, DocumentError, Hit, KVPacketEngine, KVPacketError, PacketIndex, StoreError
 from kvpacket_rag.namespace import local_path
 from kvpacket_rag.store import DiskStore, RemoteStore
-from llama_index_kvpacket.nodes import matches, query_filter, require_nodes, to_chunk, to_node
+from llama_index_kvpacket.filters import metadata_filter, query_filter, require_query
+from llama_index_kvpacket.nodes import require_nodes, to_chunk, to_node
 from llama_index_kvpacket.packets import LOADING, NodePackets, load_engine
 from llama_index_kvpacket.parameters import require_engine, require_known, require_names
 from llama_index_kvpacket.persistence import copy_to, open_index, read_pointer, require_local, write_pointer
@@ -127,7 +128,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
 
         Raises:
             DocumentError: a node has no embedding, or more text than the model's window. None was stored.
-            StoreError: embeddings of other dimensions, or no room. None was stored.
+            StoreError: embeddings of other dimensions, metadata that JSON would change, or no room. None was stored.
         """
         chunks = {node.node_id: to_chunk(node) for node in require_nodes(nodes)}
         blank = [name for name, chunk in chunks.items() if not self._packets.text_of(chunk).strip()]
@@ -190,7 +191,7 @@ class KVPacketVectorStore(BasePydanticVectorStore):
     def _select(self, node_ids: list[str] | None, filters: MetadataFilters | None) -> Iterable[Chunk]:
         named = self._index.get(require_names("node_ids", node_ids)) if node_ids is not None else None
         chunks = (chunk for chunk, _ in self._index.rows()) if named is None else named
-        return [chunk for chunk in chunks if matches(chunk, filters)]
+        return list(filter(metadata_filter(filters), chunks))
 
     def query(self, query: VectorStoreQuery, **kwargs: Any) -> VectorStoreQueryResult:
         """The nodes nearest to an embedding, with cosine similarities; empty ``node_ids`` restrict nothing.
@@ -201,12 +202,9 @@ class KVPacketVectorStore(BasePydanticVectorStore):
                 ``mmr_prefetch_factor``, how many times as many nodes to choose from, 4 by default.
 
         Raises:
-            StoreError: another mode, or no embedding.
+            StoreError: another mode, no embedding, fewer than one node, or a filter's value that fits no operator.
         """
-        if query.mode not in (VectorStoreQueryMode.DEFAULT, VectorStoreQueryMode.MMR):
-            raise StoreError(f"query mode {query.mode.value!r} is not offered; use 'default' or 'mmr'")
-        if query.query_embedding is None:
-            raise StoreError("the query has no embedding; query through a retriever, or set query_embedding")
+        require_query(query)
         is_mmr = query.mode == VectorStoreQueryMode.MMR
         width = int(query.similarity_top_k * max(1, kwargs.get("mmr_prefetch_factor", 4))) if is_mmr else 0
         hits = self._index.search(query.query_embedding, max(width, query.similarity_top_k), query_filter(query))
