@@ -13,10 +13,11 @@ import torch
 from conftest import CHUNKS
 from llama_index.core.base.llms.types import ChatMessage
 from llama_index.core.callbacks import CallbackManager, CBEventType, EventPayload, LlamaDebugHandler
-from llama_index_kvpacket import KVPacketLLM
+from llama_index_kvpacket import KVPacketLLM, KVPacketVectorStore
 from llama_index_kvpacket.responses import SharedStream
+from llama_index_samples import index_of, nodes
 
-from kvpacket_rag import GenerationSettings, KVPacketEngine, Message
+from kvpacket_rag import ContextTooLongError, GenerationSettings, KVPacketEngine, Message
 from kvpacket_rag.learner import Prepared
 
 ASYNC = ["achat", "acomplete", "astream_chat", "astream_complete"]
@@ -181,6 +182,36 @@ def test_a_stream_closed_while_a_step_runs_is_closed_by_the_reader(
         stream.close()
         assert len(reading.result(timeout=2)) < 10
     assert contexts == []
+
+
+@pytest.mark.parametrize("method", ["stream_chat", "stream_complete", "astream_chat", "astream_complete"])
+async def test_every_event_that_begins_ends_though_nobody_reads_the_stream(
+    llm: KVPacketLLM, events: LlamaDebugHandler, method: str
+):
+    def open_events() -> int:
+        return len(events.get_events(CBEventType.LLM)) - 2 * len(events.get_event_pairs(CBEventType.LLM))
+
+    async def begin(text: str) -> Any:
+        found = getattr(llm, method)([ChatMessage(content=text)] if "chat" in method else text)
+        return await found if method.startswith("a") else found
+
+    unread = await begin(TEXT)
+    assert events.get_events(CBEventType.LLM) == []
+    with pytest.raises(ContextTooLongError):
+        await begin("word " * 3000)
+    assert len(events.get_event_pairs(CBEventType.LLM)) == 1 and open_events() == 0
+    _ = [piece async for piece in unread] if method.startswith("a") else list(unread)
+    assert len(events.get_event_pairs(CBEventType.LLM)) == 2 and open_events() == 0
+
+
+def test_a_query_engines_stream_that_nobody_reads_yet_has_no_usage(llm: KVPacketLLM):
+    store = KVPacketVectorStore(llm.engine)
+    index = index_of(store, nodes())
+    asking = index.as_query_engine(llm=llm, streaming=True, similarity_top_k=2)
+    for count in (1, 2):
+        answer = asking.query("Who signed the lease?")
+        assert llm.last_usage is None
+        assert str(answer) and len(llm.usages) == count and llm.last_usage is llm.usages[-1]
 
 
 def test_a_stream_nobody_reads_takes_no_context(llm: KVPacketLLM, contexts: list[Any]):

@@ -107,7 +107,7 @@ class ConfiguredLLM(LLM):
     _can_reload: bool = PrivateAttr(default=True)
     _hints: tuple[str, ...] = PrivateAttr(default=())
     _usages: list[Raw] = PrivateAttr(default_factory=list)  # of the last calls; only hinted copies share them
-    _last: list[Raw] = PrivateAttr(default_factory=list)  # of the last one, once it is over; they share it too
+    _last: list[tuple[Raw, int]] = PrivateAttr(default_factory=list)  # of the last one, once it is over; shared too
     _warnings: list[str] = PrivateAttr(default_factory=list)  # that were given
 
     def __init__(
@@ -172,9 +172,11 @@ class ConfiguredLLM(LLM):
     def last_usage(self) -> Raw | None:
         """``raw["usage"]`` of the call that finished last, in whichever thread: query engines do not hand it on.
 
-        None while the next is on its way, and if that one is given up: a stream counts when it was read to its end.
+        None while the next is on its way, and if that one is given up: a stream counts when it was read to its end. A
+        query engine that streams asks the model when its answer is read; so it is None, too, from the moment in which
+        the thread or task at hand retrieves again.
         """
-        return self._last[-1] if self._last else None
+        return self._last[-1][0] if self._last and RETRIEVED.here().number <= self._last[-1][1] else None
 
     @property
     def usages(self) -> list[Raw]:
@@ -185,9 +187,9 @@ class ConfiguredLLM(LLM):
         """A call is on its way."""
         self._last.clear()
 
-    def note(self, usage: Raw) -> None:
-        """A call has finished, with this usage."""
-        self._last[:] = [usage]
+    def note(self, usage: Raw, retrieved: int) -> None:
+        """A call has finished, with this usage, before which there had been so many retrievals."""
+        self._last[:] = [(usage, retrieved)]
         self._usages.append(usage)
         del self._usages[:-_KEPT_USAGES]
 

@@ -27,8 +27,8 @@ _KINDS: dict[FilterOperator, tuple[tuple[type, ...], str]] = {
 }
 
 
-def require_query(query: VectorStoreQuery) -> None:
-    """Refuse a query that cannot be answered.
+def require_query(query: VectorStoreQuery) -> list[float]:
+    """The embedding of a query that can be answered.
 
     Raises:
         StoreError: another mode than ``default`` and ``mmr``, no embedding, or fewer than one node.
@@ -39,6 +39,7 @@ def require_query(query: VectorStoreQuery) -> None:
         raise StoreError("the query has no embedding; query through a retriever, or set query_embedding")
     if query.similarity_top_k < 1:
         raise StoreError(f"similarity_top_k is {query.similarity_top_k}; ask for at least one node")
+    return query.query_embedding
 
 
 def query_filter(query: VectorStoreQuery) -> Callable[[Chunk], bool] | None:

@@ -88,7 +88,7 @@ class KVPacketLLM(ConfiguredLLM):
         def events(llm: KVPacketLLM, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponseGen:
             return responses(stream.start(), chat_response)
 
-        return closing(events(self, messages, **kwargs), stream)
+        return closing(lambda: events(self, messages, **kwargs), stream)
 
     def stream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseGen:
         """Answer a text piece by piece; see :meth:`complete` and :meth:`stream_chat`."""
@@ -98,7 +98,7 @@ class KVPacketLLM(ConfiguredLLM):
         def events(llm: KVPacketLLM, prompt: str, **kwargs: Any) -> CompletionResponseGen:
             return responses(stream.start(), completion_response)
 
-        return closing(events(self, prompt, **kwargs), stream)
+        return closing(lambda: events(self, prompt, **kwargs), stream)
 
     @llm_chat_callback()
     async def achat(self, messages: Sequence[ChatMessage], **kwargs: Any) -> ChatResponse:
@@ -121,7 +121,7 @@ class KVPacketLLM(ConfiguredLLM):
             await asyncio.to_thread(stream.start)
             return aresponses(stream, chat_response)
 
-        return aclosing(await events(self, messages, **kwargs), stream)
+        return await aclosing(lambda: events(self, messages, **kwargs), stream)
 
     async def astream_complete(self, prompt: str, formatted: bool = False, **kwargs: Any) -> CompletionResponseAsyncGen:
         """:meth:`stream_complete`, each piece computed in a worker thread."""
@@ -132,7 +132,7 @@ class KVPacketLLM(ConfiguredLLM):
             await asyncio.to_thread(stream.start)
             return aresponses(stream, completion_response)
 
-        return aclosing(await events(self, prompt, **kwargs), stream)
+        return await aclosing(lambda: events(self, prompt, **kwargs), stream)
 
     def _begin(self, prompt: Callable[[], Prompt], arguments: Mapping[str, Any]) -> SharedStream:
         request = Request(self, prompt, arguments)

@@ -36,6 +36,7 @@ class Request:
         self._llm = llm
         self._prompt = prompt
         self._arguments = arguments
+        self._retrieved = RETRIEVED.count
         self._found = RETRIEVED.here()  # now, for it may be started in another thread
         self._texts = texts_of(self._found)  # as they are now
         self._prepared = Prepared()
@@ -78,5 +79,5 @@ class Request:
         elif usage.misses and self._llm.engine not in self._found.reused_by:  # else it may quote an earlier one's
             reasons = "; ".join(dict.fromkeys(miss.reason for miss in usage.misses))
             self._llm.warn_once(f"no chunk of a prompt was reused; {reasons}; llm.last_usage tells of each call")
-        self._llm.note(details["usage"])
+        self._llm.note(details["usage"], self._retrieved)
         return details

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import AsyncGenerator, Callable, Generator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
 from typing import Any, TypeVar
 
 from llama_index.core.base.llms.types import ChatMessage, ChatResponse, CompletionResponse, MessageRole
@@ -100,20 +100,45 @@ async def aresponses(stream: SharedStream, make: Make[R]) -> AsyncGenerator[R, N
     yield make(text, "", stream.details())
 
 
-def closing(events: Generator[R, None, None], stream: SharedStream) -> Generator[R, None, None]:
-    """``events``, with the context freed when the consumer leaves.
+def closing(begin: Callable[[], Generator[R, None, None]], stream: SharedStream) -> Generator[R, None, None]:
+    """What is told to callbacks from the first response on, with the context freed when the consumer leaves.
 
-    The callbacks around ``events`` do not close what they read, and a handler that keeps the exception of an
-    abandoned stream would keep the context with it.
+    A stream that nobody reads is told to nobody. The callbacks around the events do not close what they read, and a
+    handler that keeps the exception of an abandoned stream would keep the context with it.
+
+    Args:
+        begin: gives the events; an error of the prompt is raised here at once, and told by them.
+        stream: that they read.
     """
     try:
-        yield from events
+        stream.start()
+    except Exception:
+        return begin()
+    return _closing(begin, stream)
+
+
+def _closing(begin: Callable[[], Generator[R, None, None]], stream: SharedStream) -> Generator[R, None, None]:
+    try:
+        yield from begin()
     finally:
         stream.close()
 
 
-async def aclosing(events: AsyncGenerator[R, None], stream: SharedStream) -> AsyncGenerator[R, None]:
+async def aclosing(
+    begin: Callable[[], Coroutine[Any, Any, AsyncGenerator[R, None]]], stream: SharedStream
+) -> AsyncGenerator[R, None]:
     """The same for an event loop."""
+    try:
+        await asyncio.to_thread(stream.start)
+    except Exception:
+        return await begin()
+    return _aclosing(begin, stream)
+
+
+async def _aclosing(
+    begin: Callable[[], Coroutine[Any, Any, AsyncGenerator[R, None]]], stream: SharedStream
+) -> AsyncGenerator[R, None]:
+    events = await begin()
     try:
         async for response in events:
             yield response

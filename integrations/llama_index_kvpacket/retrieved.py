@@ -41,10 +41,11 @@ ADVICE = Advice(
 
 
 class Found(list[BaseNode]):
-    """What one retrieval found, and for which engines a prompt has reused some of it."""
+    """What one retrieval found, the how manieth of this process it was, and for which engines a prompt reused some."""
 
-    def __init__(self, nodes: Iterable[BaseNode] = ()) -> None:
+    def __init__(self, nodes: Iterable[BaseNode] = (), number: int = 0) -> None:
         super().__init__(nodes)
+        self.number = number
         self.reused_by: WeakSet[KVPacketEngine] = WeakSet()
 
 
@@ -55,6 +56,7 @@ class RetrievedNodes(BaseEventHandler):
     """
 
     _found: deque[Found] = PrivateAttr(default_factory=deque)  # what each retrieval found, oldest first
+    _count: int = PrivateAttr(default=0)
     _lock: Any = PrivateAttr(default_factory=threading.Lock)
 
     @classmethod
@@ -65,9 +67,10 @@ class RetrievedNodes(BaseEventHandler):
     def handle(self, event: BaseEvent, **kwargs: Any) -> None:
         """Note what a retriever found."""
         if isinstance(event, RetrievalEndEvent):
-            nodes = Found(scored.node for scored in event.nodes)
-            _HERE.set(nodes)
             with self._lock:
+                self._count += 1
+                nodes = Found((scored.node for scored in event.nodes), self._count)
+                _HERE.set(nodes)
                 self._found.append(nodes)
                 while len(self._found) > 1 and sum(map(len, self._found)) > _KEPT_NODES:
                     self._found.popleft()
@@ -78,6 +81,11 @@ class RetrievedNodes(BaseEventHandler):
         with self._lock:
             if self not in root.event_handlers:
                 root.add_event_handler(self)
+
+    @property
+    def count(self) -> int:
+        """How many retrievals there were until now."""
+        return self._count
 
     def texts(self) -> list[str]:
         """Texts of the nodes as they are now: post-processors may have replaced some."""

@@ -204,10 +204,10 @@ class KVPacketVectorStore(BasePydanticVectorStore):
         Raises:
             StoreError: another mode, no embedding, fewer than one node, or a filter's value that fits no operator.
         """
-        require_query(query)
+        vector = require_query(query)
         is_mmr = query.mode == VectorStoreQueryMode.MMR
         width = int(query.similarity_top_k * max(1, kwargs.get("mmr_prefetch_factor", 4))) if is_mmr else 0
-        hits = self._index.search(query.query_embedding, max(width, query.similarity_top_k), query_filter(query))
+        hits = self._index.search(vector, max(width, query.similarity_top_k), query_filter(query))
         scores = [hit.score for hit in hits]
         if is_mmr:
             scores, hits = self._diverse(query, hits, kwargs.get("mmr_threshold", query.mmr_threshold))
