@@ -170,6 +170,7 @@ class Origin:
 
     def begin_reencoding(self, engine: KVPacketEngine) -> None:
         """Note where it is to lead, and that nobody may answer from this index until it is done."""
+        name_new(self._index, engine.store)  # which it is not any more with the next line
         self._set({"signature": _UNFINISHED, **self._facts(engine)})
         self._note_place(engine.store)
 

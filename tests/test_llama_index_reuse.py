@@ -290,5 +290,5 @@ def test_the_usage_of_every_call_of_an_answer_is_kept(llm: KVPacketLLM):
     plain_index(CHUNKS).as_query_engine(llm=llm, similarity_top_k=3, response_mode="refine").query(QUESTION)
     assert [usage["chunks_reused"] for usage in llm.usages] == [1, 1, 1] and llm.usages[-1] == llm.last_usage
     for _ in range(1100):
-        llm.note({})
+        llm.note({}, 0)
     assert len(llm.usages) == 1000

@@ -84,12 +84,23 @@ def test_an_index_is_followed_to_the_url_of_its_packets(way: Open, tmp_path: Pat
     close(opened)
 
 
+def over(engine: KVPacketEngine, folder: Path, way: Open) -> Any:
+    """An index in a folder, put together by hand."""
+    if way is llama_index:
+        return LlamaIndexStore(engine, folder)
+    if way is langchain:
+        return LangChainStore(WordEmbeddings(), engine, PacketIndex.open(folder))
+    return KVPacketRAG(engine, PacketIndex.open(folder), WordEmbedder())
+
+
 @WAYS
-def test_rows_and_documents_of_other_stores_may_have_equal_ids(way: Open, tmp_path: Path):
-    opened, texts = (
-        way(tmp_path),
-        [f"The {name} is told of in a file of its own." for name in ("quay", "crane", "dock")],
-    )
+@pytest.mark.parametrize("has_engine", [True, False])
+def test_rows_and_documents_of_other_stores_may_have_equal_ids(
+    backbone: Backbone, way: Open, tmp_path: Path, has_engine: bool
+):
+    engine = KVPacketEngine(backbone, DiskStore(tmp_path), min_match_tokens=4) if has_engine else None
+    opened = over(engine, tmp_path, way) if engine else way(tmp_path)
+    texts = [f"The {name} is told of in a file of its own." for name in ("quay", "crane", "dock")]
     if way is llama_index:
         opened.add([node("llama_index/a", texts[0], "doc"), node("langchain/b", texts[1], "doc")])
     elif way is langchain:
