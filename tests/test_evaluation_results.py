@@ -104,6 +104,15 @@ def test_sets_weigh_equally_in_their_mean():
     assert (both["n"], both["ttft_seconds"], both["part"]) == (12, None, "mean")
 
 
+def test_the_interval_of_a_mean_of_sets_does_not_depend_on_the_order_of_their_questions():
+    drawn = np.random.default_rng(1).random(40)
+    expected = 2 * 1.96 * np.sqrt(drawn.var() / 40 / 2)  # of two sets that have nothing to do with each other
+    for other in (drawn, 1 - drawn, np.sort(drawn)):
+        sets = [*records("full", [0] * 40, list(drawn), data="a"), *records("full", [0] * 40, list(other), data="b")]
+        both = row(summarise(sets), "full", "mean of 2 sets")
+        assert both["f1_high"] - both["f1_low"] == pytest.approx(expected, rel=0.1)
+
+
 def chance(full: list[float], none: list[float]) -> list[Record]:
     return [*records("full", [0.0] * len(full), full), *records("none", [1.0] * len(none), none)]
 
