@@ -29,16 +29,21 @@ def save(tensors: Mapping[str, Tensor], metadata: Mapping[str, str], path: str |
     """
     held = {name: tensor.cpu().contiguous() for name, tensor in tensors.items()}
     about = {"format": _FORMAT, "about": json.dumps(dict(metadata), sort_keys=True)}
-    path = Path(path)
-    half = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
     try:  # not by safetensors' own writer, whose files only their owner may read
+        write_whole(Path(path), serialise(held, about))
+    except OSError as error:
+        raise AdapterError(f"cannot write the adapter {path}: {error}; make room or name another place") from error
+
+
+def write_whole(path: Path, content: bytes) -> None:
+    """Write a file that is there complete or, even after a power cut, as it was; OSError if it cannot be written."""
+    half = path.with_name(f".{secrets.token_hex(8)}.{path.name}")
+    try:
         with half.open("xb") as file:
-            file.write(serialise(held, about))
+            file.write(content)
             file.flush()
             os.fsync(file.fileno())
         half.replace(path)
-    except OSError as error:
-        raise AdapterError(f"cannot write the adapter {path}: {error}; make room or name another place") from error
     finally:
         with suppress(OSError):
             half.unlink(missing_ok=True)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import errno
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +14,7 @@ from training_samples import make_trainer, same, values
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import AdapterError, TrainingError
+from kvpacket_rag.training import checkpoint
 from kvpacket_rag.training import trainer as trainer_module
 from kvpacket_rag.training.checkpoint import _difference
 from kvpacket_rag.training.trainer import Trainer, validate
@@ -176,12 +177,17 @@ def test_what_differs_between_two_runs_is_named_by_its_place_in_what_they_are_ma
     assert "data.shape.max_chunks was 3 and is 4" in found and "{" not in found and "rank" not in found
 
 
-def test_a_state_that_cannot_be_written_is_an_error_that_names_it(backbone: Backbone, tmp_path: Path) -> None:
+def test_a_state_that_cannot_be_written_is_an_error_that_names_it(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     trainer = make_trainer(backbone, tmp_path, steps=2)
-    (tmp_path / f"state.safetensors.{os.getpid()}").mkdir()
+    monkeypatch.setattr(checkpoint, "write_whole", full)
     with pytest.raises(TrainingError, match=r"cannot write the state of the training to .*make room"):
         list(trainer.run())
-    (tmp_path / f"state.safetensors.{os.getpid()}").rmdir()
+    monkeypatch.undo()
     assert list(make_trainer(backbone, tmp_path, steps=2).run())[-1].step == 2
 
 

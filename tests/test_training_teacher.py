@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load, save
 from torch.testing import assert_close
 from training_samples import row
 
@@ -68,21 +70,52 @@ def test_other_answers_are_not_mistaken_for_these(change: dict[str, int], backbo
     assert len(list(tmp_path.rglob("*.safetensors"))) == 2
 
 
-def test_a_damaged_file_is_made_again(backbone: Backbone, tmp_path: Path) -> None:
+def _zero_second_half(content: bytes) -> bytes:
+    return content[: len(content) // 2] + bytes(len(content) - len(content) // 2)
+
+
+def _flip_bits(content: bytes) -> bytes:
+    first = 8 + int.from_bytes(content[:8], "little")  # behind the header
+    return bytes(b ^ (0x40 if n >= first and not (n - first) % 97 else 0) for n, b in enumerate(content))
+
+
+def _drop_an_answer(content: bytes) -> bytes:
+    return save({name: tensor for name, tensor in load(content).items() if not name.startswith("1.")})
+
+
+def _drop_the_checksum(content: bytes) -> bytes:
+    return save({name: tensor for name, tensor in load(content).items() if name != "sha256"})
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [lambda content: content[:100], _zero_second_half, _flip_bits, _drop_an_answer, _drop_the_checksum],
+    ids=["cut short", "half zero", "bits flipped", "an answer lost", "of before there were checksums"],
+)
+def test_a_damaged_file_is_made_again(damage: Callable[[bytes], bytes], backbone: Backbone, tmp_path: Path) -> None:
     first = Teacher(backbone, tmp_path).answer(row(backbone))
     (path,) = tmp_path.rglob("*.safetensors")
-    path.write_bytes(path.read_bytes()[:100])
+    whole = path.read_bytes()
+    path.write_bytes(damage(whole))
     assert _same(Teacher(backbone, tmp_path).answer(row(backbone)), first)
-    assert _same(Teacher(backbone, tmp_path).answer(row(backbone)), first) and path.stat().st_size > 100
+    assert path.read_bytes() == whole
+
+
+def test_a_file_under_the_name_of_another_row_is_made_again(backbone: Backbone, tmp_path: Path) -> None:
+    teacher = Teacher(backbone, tmp_path)
+    answers = [teacher.answer(row(backbone, number)) for number in range(2)]
+    one, other = tmp_path.rglob("*.safetensors")
+    other.write_bytes(one.read_bytes())
+    assert all(_same(teacher.answer(row(backbone, number)), answers[number]) for number in range(2))
 
 
 def test_a_full_disk_is_told_once_and_loses_nothing(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def full(path: Path, data: bytes) -> Any:
+    def full(file: int) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(Path, "write_bytes", full)
+    monkeypatch.setattr(os, "fsync", full)
     teacher = Teacher(backbone, tmp_path)
     with caplog.at_level(logging.WARNING):
         found = [teacher.answer(row(backbone, number)) for number in range(2)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,6 +14,7 @@ from safetensors.torch import save
 from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.adapter_file import write_whole
 from kvpacket_rag.errors import TrainingError
 
 _FORMAT = "kvpacket-training-1"
@@ -59,16 +59,9 @@ def save_state(path: Path, recipe: str, progress: Progress, adapter: Adapter, op
             tensors[f"optimiser.{name}.{key}"] = value.detach().cpu().contiguous()
     numbers = {name: getattr(progress, name) for name in Progress.__slots__}
     content = save(tensors, {"format": _FORMAT, "recipe": recipe, "progress": json.dumps(numbers)})
-    half = path.with_name(f"{path.name}.{os.getpid()}")
     try:
-        with half.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        half.replace(path)
+        write_whole(path, content)
     except OSError as error:
-        with suppress(OSError):
-            half.unlink(missing_ok=True)
         raise TrainingError(
             f"cannot write the state of the training to {path}: {error}; "
             "make room and start again, it goes on from the last state written"
