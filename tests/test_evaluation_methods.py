@@ -146,6 +146,22 @@ def test_times_and_operations_are_told(bench: Bench, name: str):
     assert (state.flops.recompute > 0) == (state.recomputed_tokens > 0)
 
 
+def test_a_method_is_charged_for_the_packets_it_used_whatever_others_keep(backbone: Backbone):
+    names = ("plain", "prefix", "a3-0.3", "none", "full")
+    case = make_case(backbone)
+    alone = {name: prefill(name, Bench(backbone), case).packet_bytes for name in names}
+    together = Bench(backbone)
+    for order in (names, names[::-1]):
+        assert {name: prefill(name, together, case).packet_bytes for name in order} == alone
+    slot = backbone.pool.slot_bytes
+    assert alone["plain"] == alone["a3-0.3"] == case.num_document_tokens * slot
+    assert alone["prefix"] == case.parts[0].num_tokens * slot and alone["none"] == 0
+    prefix = parse_method("prefix", together)
+    prefix.prepare(case)
+    prefix.prepare(Case(make_case(backbone, chunks=2).parts))
+    assert prefix.prefill(case).packet_bytes == alone["prefix"]
+
+
 def test_packets_of_one_case_only_are_kept(bench: Bench):
     for question, chunks in ((0, 4), (1, 2)):
         prefill("plain", bench, make_case(bench.backbone, question, chunks))

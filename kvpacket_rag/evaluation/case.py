@@ -80,7 +80,7 @@ class State:
         bound: the same, as the model takes it.
         logits: (1, vocabulary) of the first token.
         recomputed_tokens: tokens of chunks the model read, averaged over its layers.
-        packet_bytes: what the method had stored of the chunks.
+        packet_bytes: of the packets the prompt was read from.
         flops: until the first token.
         load_seconds: finding the packets.
         assemble_seconds: realigning them and laying them end to end.

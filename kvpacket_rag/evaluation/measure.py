@@ -34,7 +34,7 @@ class Measurement:
             until the first token was chosen, all included.
         flops: until the first token was chosen.
         recompute_ratio: share of the chunks' tokens that was read again.
-        bytes_per_token: of what was stored, for each token of the chunks.
+        bytes_per_token: of the packets that were used, for each token of the chunks.
     """
 
     answer: str

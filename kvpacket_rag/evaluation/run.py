@@ -20,7 +20,7 @@ from kvpacket_rag.evaluation.methods import Bench, parse_method
 from kvpacket_rag.evaluation.questions import PromptSettings, Question, make_questions
 from kvpacket_rag.evaluation.records import Record, RecordFile
 
-_VERSION = 2  # of what a record means; raise it when measuring changes
+_VERSION = 3  # of what a record means; raise it when measuring changes
 
 
 @dataclass(frozen=True, slots=True)

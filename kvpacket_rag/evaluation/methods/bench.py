@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
 from functools import cached_property
 from typing import Protocol
@@ -69,6 +70,10 @@ class CasePackets:
             for part in case.parts
         ]
 
+    def size_bytes(self, names: Iterable[str]) -> int:
+        """What the packets of these ids take, each counted once."""
+        return sum(self.store.get(name, self.encoder.signature).size_bytes for name in set(names))
+
 
 class Bench:
     """A model and an adapter, with packets of every kind that methods ask for.
@@ -86,6 +91,11 @@ class Bench:
     def bare(self) -> CasePackets:
         """Chunks alone."""
         return CasePackets(PacketEncoder(self.backbone, Adapter.empty(self.backbone.hidden_size)))
+
+    @property
+    def preambles(self) -> CasePackets:
+        """Text before the first chunk, apart from the chunks that other methods share."""
+        return CasePackets(self.bare.encoder)
 
     @cached_property
     def behind_sinks(self) -> CasePackets:

@@ -21,7 +21,7 @@ from kvpacket_rag.evaluation.methods.stored import StoredPackets
 
 _FIXED: dict[str, Callable[[Bench], Method]] = {
     "full": lambda bench: FullPrefill(bench.bare),
-    "prefix": lambda bench: PrefixReuse(bench.bare),
+    "prefix": lambda bench: PrefixReuse(bench.preambles),
     "packet": lambda bench: StoredPackets("packet", bench.adapted),
     "plain": lambda bench: StoredPackets("plain", bench.bare),
     "none": lambda bench: NoContext(bench.bare),

@@ -239,7 +239,7 @@ class PartialMethod(ABC):
             bound=step.bound,
             logits=logits,
             recomputed_tokens=tokens,
-            packet_bytes=packets.store.size_bytes,
+            packet_bytes=packets.size_bytes(part.packet_id for part in parts if part.packet_id),
             flops=flops + Flops(rotate=of_rotation(packets.backbone.plan, case.num_document_tokens)),
             load_seconds=found - started,
             assemble_seconds=assembled - found,

@@ -9,13 +9,14 @@ from kvpacket_rag.evaluation.methods.bench import CasePackets
 from kvpacket_rag.evaluation.methods.served import serve
 from kvpacket_rag.packet import packet_id
 from kvpacket_rag.parts import Part
+from kvpacket_rag.store import MemoryStore
 
 
 class PrefixReuse:
     """What can be had without packets: only the preamble is the same from one question to the next.
 
     Args:
-        packets: of bare chunks; their encoder makes the preamble's.
+        packets: of this method alone; their encoder has no adapter and makes the preamble's.
     """
 
     name = "prefix"
@@ -25,9 +26,9 @@ class PrefixReuse:
 
     def prepare(self, case: Case) -> None:
         """Keep the preamble."""
-        self._packets.prepare(case)
         preamble, *_ = self._parts(case)
         if preamble.packet_id and preamble.packet_id not in self._packets.store:
+            self._packets.store = MemoryStore()
             (packet,) = self._packets.encoder.encode([(preamble.packet_id, preamble.ids or [])])
             self._packets.store.put(packet, preamble.text)
 

@@ -32,7 +32,7 @@ def serve(packets: CasePackets, case: Case, parts: Sequence[Part], num_recompute
         bound=filled.bound,
         logits=filled.logits,
         recomputed_tokens=float(num_recomputed),
-        packet_bytes=packets.store.size_bytes if filled.reused else 0,
+        packet_bytes=packets.size_bytes(filled.reused),
         flops=_flops(packets, filled, num_recomputed),
         load_seconds=filled.load_seconds,
         assemble_seconds=filled.assemble_seconds,
