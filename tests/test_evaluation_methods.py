@@ -22,6 +22,8 @@ from kvpacket_rag.errors import (
     UnsupportedModelError,
 )
 from kvpacket_rag.evaluation.case import Case, decode, release, score
+from kvpacket_rag.evaluation.flops import Flops, LayerCost, of_rotation
+from kvpacket_rag.evaluation.measure import prefilled
 from kvpacket_rag.evaluation.methods import Bench, parse_method
 from kvpacket_rag.parts import Part
 
@@ -171,6 +173,17 @@ def test_packets_of_one_case_only_are_kept(bench: Bench):
 def test_equal_prompts_draw_equal_random_tokens(backbone: Backbone):
     found = [first_logits("random-0.3", Bench(backbone), make_case(backbone)) for _ in range(2)]
     assert_close(found[0], found[1], atol=0, rtol=0)
+
+
+def test_a_prompt_is_charged_in_full_whoever_read_its_packets_before(backbone: Backbone):
+    cost, found = LayerCost.of(backbone), []
+    for case in (make_case(backbone, chunks=1), make_case(backbone, chunks=1)):
+        for _ in range(2):
+            with prefilled(backbone, parse_method("plain", Bench(backbone)), case) as state:
+                found.append(state.flops)
+    text = len(case.ids) - case.num_document_tokens
+    query = cost.layers * cost.of_tokens(text, len(case.ids))
+    assert found == [Flops(of_rotation(backbone.plan, case.num_document_tokens), 0.0, query)] * 4
 
 
 def test_released_memory_is_used_again(bench: Bench):

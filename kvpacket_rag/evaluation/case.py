@@ -169,5 +169,6 @@ def decode(backbone: Backbone, state: State, max_new_tokens: int) -> list[int]:
 
 
 def release(backbone: Backbone, state: State) -> None:
-    """Give the state's memory back; it may not be used afterwards."""
+    """Give the state's memory back, for the next prompt to write, but not to go on with what it holds."""
+    state.context.filled = ()
     backbone.pool.give_back(state.context)
