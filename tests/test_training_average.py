@@ -43,12 +43,45 @@ def test_the_mean_of_one_adapter_with_itself_encodes_as_it_does(backbone: Backbo
         torch.testing.assert_close(left, right)
 
 
+def test_an_update_that_is_left_out_counts_as_none(backbone: Backbone, tmp_path: Path):
+    other = trained(backbone, tmp_path / "trained", steps=1, rank=2)
+    start = make_trainer(backbone, tmp_path / "start", rank=2).adapter  # its update is zero still, so it is not saved
+    start.metadata = other.metadata
+    start.save(tmp_path / "start.safetensors")
+    found = average([Adapter.load(tmp_path / "start.safetensors"), other]).tensors()
+    updates = [name.removesuffix(".down") for name in found if name.endswith(".down")]
+    assert updates
+    for name in updates:
+        down, up = (other.tensors()[f"{name}.{part}"] for part in ("down", "up"))
+        torch.testing.assert_close(found[f"{name}.up"] @ found[f"{name}.down"], up @ down / 2)
+
+
 def test_what_has_no_mean_is_refused(backbone: Backbone, tmp_path: Path):
     one = trained(backbone, tmp_path / "a", steps=1, rank=2)
-    other = trained(backbone, tmp_path / "b", steps=1, rank=0)
     with pytest.raises(TrainingError, match="two adapters or more, found 1"):
         average([one])
-    with pytest.raises(TrainingError, match="built otherwise have no mean"):
+    other = trained(backbone, tmp_path / "b", steps=1, rank=3)
+    with pytest.raises(TrainingError, match=r"built otherwise.*down is \(2, \d+\) and \(3, \d+\).* and \d+ more"):
+        average([one, one, other])
+    other = trained(backbone, tmp_path / "c", steps=1, rank=2, header=1)
+    with pytest.raises(TrainingError, match=r"header is \(3, 64\) and \(1, 64\)$"):
+        average([one, other])
+
+
+@pytest.mark.parametrize("key", ["weights", "tokenizer", "architecture"])
+def test_adapters_of_other_weights_have_no_mean_whatever_the_name(key: str, backbone: Backbone, tmp_path: Path):
+    one = trained(backbone, tmp_path, steps=1)
+    same = Adapter.load(tmp_path / "adapter.safetensors")
+    same.metadata["model"] = "the same model in a folder"
+    assert average([one, same]).metadata["model"] == "the same model in a folder"
+    same.metadata |= {"model": one.metadata["model"], key: "0" * 64}
+    with pytest.raises(TrainingError, match=f"no mean: {key} is '.*…? and '0{{11}}…$"):
+        average([one, same])
+
+
+def test_without_a_fingerprint_the_name_tells_two_models_apart():
+    one, other = (Adapter(torch.zeros(1, 4), torch.zeros(0, 4), {"model": name}) for name in ("one", "other"))
+    with pytest.raises(TrainingError, match="model is 'one' and 'other'"):
         average([one, other])
 
 

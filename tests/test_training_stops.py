@@ -177,6 +177,16 @@ def test_what_differs_between_two_runs_is_named_by_its_place_in_what_they_are_ma
     assert "data.shape.max_chunks was 3 and is 4" in found and "{" not in found and "rank" not in found
 
 
+def test_what_runs_of_data_sets_in_another_order_or_with_one_name_differ_in_is_named() -> None:
+    def about(*samples: tuple[str, int]) -> str:
+        return json.dumps({"domains": [{"name": name, "samples": count} for name, count in samples]})
+
+    assert _difference(about(("a", 1), ("b", 2)), about(("b", 2), ("a", 1))) == (
+        "it has the same data sets in another order"
+    )
+    assert _difference(about(("a", 1), ("a", 2)), about(("a", 5), ("a", 2))) == "domains.0.samples was 1 and is 5"
+
+
 def test_a_state_that_cannot_be_written_is_an_error_that_names_it(
     backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -9,9 +9,10 @@ import pytest
 from torch.testing import assert_close
 from training_samples import VARIANTS, make_trainer
 
+from kvpacket_rag import shipped
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
-from kvpacket_rag.errors import TrainingError
+from kvpacket_rag.errors import AdapterError, TrainingError
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -64,3 +65,21 @@ def test_an_adapter_that_is_built_otherwise_is_no_start(backbone: Backbone, tmp_
     with pytest.raises(TrainingError, match=r"header is 'left out' and would be 'kept'; it has 3 \(left out.*rank 3"):
         make_trainer(backbone, tmp_path / "b", warm_start=other)
     assert not (tmp_path / "b" / "state.safetensors").exists()
+
+
+def test_an_adapter_of_another_model_is_no_start(backbone: Backbone, tmp_path: Path) -> None:
+    given = make_trainer(backbone, tmp_path / "a").adapter
+    given.metadata |= {"architecture": "QwenForCausalLM/64", "model": "another one"}
+    with pytest.raises(AdapterError, match=r"trained for another one \(QwenForCausalLM/64\), and tiny is "):
+        make_trainer(backbone, tmp_path / "b", warm_start=given)
+    assert not (tmp_path / "b").exists()
+
+
+def test_an_adapter_of_near_weights_is_a_start_and_that_is_said(
+    backbone: Backbone, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shipped, "_said", set())
+    given = make_trainer(backbone, tmp_path / "a").adapter
+    given.metadata |= {"architecture": backbone.architecture, "model": "its ancestor", "weights": "0" * 64}
+    make_trainer(backbone, tmp_path / "b", warm_start=given)
+    assert "trained for its ancestor, whose weights are not those of tiny" in caplog.text

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -157,9 +158,15 @@ def _difference(before: str, now: str) -> str:
             f"from {w[:12]}…" if (w := found.get("warm_start")) else "from nothing" for found in (old, new)
         )
         return f"that one started {started}, this one starts {starts}"
-    names = sorted(name for name in old.keys() | new.keys() if old.get(name) != new.get(name))
-    told = [f"{name} was {_brief(old.get(name))} and is {_brief(new.get(name))}" for name in names[:_NAMED]]
-    return "; ".join([*told, *([f"and {len(names) - _NAMED} more"] if len(names) > _NAMED else [])])
+    names = sorted(old.keys() | new.keys())
+    told = differences([(name, old.get(name), new.get(name)) for name in names], "{} was {} and is {}")
+    return told or "it has the same data sets in another order"
+
+
+def differences(pairs: Sequence[tuple[str, object, object]], words: str) -> str:
+    """What differs among things of a name and two values, the first few of them in the given words."""
+    told = [words.format(name, _brief(one), _brief(other)) for name, one, other in pairs if one != other]
+    return "; ".join([*told[:_NAMED], *([f"and {len(told) - _NAMED} more"] if len(told) > _NAMED else [])])
 
 
 def _leaves(value: Any, name: str = "") -> dict[str, Any]:
@@ -168,10 +175,8 @@ def _leaves(value: Any, name: str = "") -> dict[str, Any]:
         with suppress(ValueError):
             value = json.loads(value)
     if isinstance(value, list):
-        value = {
-            str(part.get("name", number) if isinstance(part, dict) else number): part
-            for number, part in enumerate(value)
-        }
+        names = [str(part.get("name", n) if isinstance(part, dict) else n) for n, part in enumerate(value)]
+        value = dict(zip(names if len(set(names)) == len(names) else map(str, range(len(names))), value, strict=True))
     if not isinstance(value, dict):
         return {name: value}
     return {k: v for key, part in value.items() for k, v in _leaves(part, f"{name}.{key}" if name else key).items()}

@@ -20,6 +20,7 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.attach import checkpointed
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import TrainingError
+from kvpacket_rag.shipped import check_adapter
 from kvpacket_rag.training.checkpoint import Progress, load_state, save_state, warm_up
 from kvpacket_rag.training.hidden import captured, middle_layer
 from kvpacket_rag.training.objective import Targets, hidden_error, join, loss_per_token
@@ -67,6 +68,7 @@ class Trainer:
     Raises:
         TrainingError: the folder holds another run, there is nothing to validate on, or the adapter to go on from
             is built otherwise.
+        AdapterError: the adapter to go on from is of another model.
     """
 
     def __init__(
@@ -86,6 +88,8 @@ class Trainer:
         self._rows, self._validation, self._data = rows, validation, data
         self._workers = Workers()
         self._teacher = teacher or default_teacher(backbone, recipe, folder / "teacher")
+        if warm_start:
+            check_adapter(warm_start, backbone)
         folder.mkdir(parents=True, exist_ok=True)
         self.adapter = recipe.build(backbone)
         self._about = warm_up(self.adapter, warm_start) if warm_start else {}
