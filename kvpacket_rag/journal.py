@@ -129,12 +129,12 @@ def remove_document(index: PacketIndex, store: PacketStore, document_id: str) ->
         StoreError: no such document, or the index is too damaged to delete it.
     """
     journal = OwnerJournal(index, store)
-    chunk_ids = index.chunk_ids(document_id, scan=True)
+    chunk_ids = index.chunk_ids(document_id)
     if not chunk_ids and document_id not in journal.documents():
         raise StoreError(f"the index holds no document {document_id!r}; 'kvpacket inspect --documents' lists them")
     journal.finish_deletions()
     journal.delete(document_id, chunk_ids)
-    if index.chunk_ids(document_id, scan=True):
+    if index.chunk_ids(document_id):
         raise StoreError(
             f"rows of document {document_id!r} could not be deleted, for the index is damaged; run 'kvpacket check "
             "--repair' and delete it again"

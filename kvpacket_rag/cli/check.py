@@ -88,22 +88,24 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
         store = opened.enter_context(closing(open_store(folder, remote, sweep=False)))
         found: dict[str, Any] = _check_index(index, store, repair) if index is not None else {}
         packets = store.check(repair=repair, progress=_Percent())
+        is_left = index is not None and bool(index.faults() or index.damaged())
     found |= _told(packets)
     wrong = any(found[name] for name in found if name not in _NO_FAULT)
-    beyond_repair = found.get("faults_of_index") or packets.faults
-    found["verdict"] = _verdict(wrong, repair, bool(beyond_repair), folder)
+    beyond_repair = repair and (is_left or not packets.repaired)
+    found["verdict"] = _verdict(wrong, repair, beyond_repair, folder)
     return found, _WRONG if wrong and (not repair or beyond_repair) else 0
 
 
 def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[str, Any]:
     from kvpacket_rag.journal import OwnerJournal
 
-    damaged, journal = index.damaged(), OwnerJournal(index, store)
+    faults, damaged, journal = index.faults(), index.damaged(), OwnerJournal(index, store)
     unsettled = journal.documents()
     if repair:
+        index.mend()
         journal.settle(unsettled)
         for document_id in damaged.values():
-            if chunk_ids := index.chunk_ids(document_id, scan=True):
+            if chunk_ids := index.chunk_ids(document_id):
                 journal.delete(document_id, chunk_ids)
         index.drop_damaged()  # rows that go by no name
         if damaged:
@@ -113,7 +115,7 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
     if repair or not damaged:
         without = sum(packet_id not in store for packet_id in {packet_id for _, packet_id in index.rows()})
     return {
-        "faults_of_index": index.faults() or [f"{name} stays damaged" for name in (index.damaged() if repair else ())],
+        "faults_of_index": faults,
         "damaged_rows_of_index": [f"{chunk_id} of {document_id}" for chunk_id, document_id in damaged.items()],
         "documents_half_changed": unsettled,
         "chunks_without_packet": without,
@@ -152,7 +154,7 @@ def _verdict(wrong: bool, repaired: bool, beyond_repair: bool, folder: Path) -> 
         return (
             "repaired; lost packets are encoded again when asked for, and documents taken out are to be ingested again"
         )
-    return f"something is wrong; 'kvpacket check {folder} --repair' puts it right"
+    return f"something is wrong; 'kvpacket check {folder} --repair' puts right what can be"
 
 
 def _shown(name: str, value: Any) -> str:

@@ -6,14 +6,13 @@ import logging
 import sqlite3
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
 from threading import RLock
 from typing import Any
 
-from kvpacket_rag import database
+from kvpacket_rag import database, database_repair
 from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
-from kvpacket_rag.store.changes import CatalogueChanges, PacketRow, count_rows, find_row, is_intact
+from kvpacket_rag.store.changes import CatalogueChanges, PacketRow, Totals, count_rows, find_row, is_intact
 from kvpacket_rag.store.metrics import StoreMetrics
 from kvpacket_rag.store.protocol import KnownChunk, is_packet_id
 from kvpacket_rag.store.schema import STORE_VERSION, damaged_owners, prepare, row_digest, written_version
@@ -24,21 +23,6 @@ _PAGE_ROWS = 1000
 _LARGEST_FILE = 1 << 40
 _LOG_WAIT_SECONDS = 1.0  # for readers to finish before the log is emptied of what was deleted
 _FOREIGN_CODES = {sqlite3.SQLITE_NOTADB, sqlite3.SQLITE_CORRUPT}
-
-
-@dataclass(frozen=True, slots=True)
-class Totals:
-    """Counts of a whole catalogue.
-
-    Attributes:
-        stored: packets stored now.
-        size_bytes: bytes of their files and of those set aside.
-        revision: changes whenever a text becomes known or unknown.
-    """
-
-    stored: int
-    size_bytes: int
-    revision: int
 
 
 class Catalogue:
@@ -63,6 +47,7 @@ class Catalogue:
         self._no_writing = ""  # the reason, where nothing can be written
         self._seen: object = None  # file and log as they were when they were opened for reading alone
         self._unclean = self._erased = False  # log and file may hold what was deleted
+        self._is_sound = False  # SQLite's indexes were seen to lead to the rows of their tables
         with self._translated():
             try:
                 self._writer = self._prepared()
@@ -99,15 +84,21 @@ class Catalogue:
             writer.execute("BEGIN IMMEDIATE")
             changes = CatalogueChanges(writer)
             try:
+                if not self._is_sound:
+                    self._is_sound = True  # looked for once
+                    changes.mend_lookups(self.faults())
                 yield changes
                 writer.execute("COMMIT")
             except BaseException:
+                self._is_sound = False  # what was mended is as it was
                 try:
                     changes.undo()
                 finally:  # else this process would keep all others from writing
                     if writer.in_transaction:
                         writer.execute("ROLLBACK")
                 raise
+            if changes.has_rebuilt:
+                database.compact(writer, at_any_size=True)
             if changes.erased or self._unclean:
                 self._erased |= changes.erased
                 self._unclean = not database.empty_log(writer, _LOG_WAIT_SECONDS if changes.erased else 0.0)
@@ -184,7 +175,9 @@ class Catalogue:
 
     def ids(self, state: str) -> set[str]:
         """The packets in one state."""
-        return {packet_id for (packet_id,) in self._rows("SELECT packet_id FROM packets WHERE state = ?", state)}
+        return {
+            packet_id for (packet_id,) in self._rows("SELECT packet_id FROM packets NOT INDEXED WHERE state = ?", state)
+        }
 
     def wrong_sizes(self) -> list[str]:
         """Packets whose rows state a size that no packet file has."""
@@ -208,11 +201,13 @@ class Catalogue:
 
     def faults(self) -> list[str]:
         """What SQLite finds wrong with the file's structure."""
-        return [str(line) for (line,) in self._rows("PRAGMA integrity_check(20)") if line != "ok"]
+        with self._read_lock, self._translated():
+            self._look_again()
+            return database_repair.faults(self._reader)
 
     def latest_use(self) -> int:
         """The greatest ``last_used`` of all rows."""
-        return int(self._rows("SELECT COALESCE(MAX(CAST(last_used AS INTEGER)), 0) FROM packets")[0][0])
+        return int(self._rows("SELECT COALESCE(MAX(CAST(last_used AS INTEGER)), 0) FROM packets NOT INDEXED")[0][0])
 
     def compact(self) -> bool:
         """Write the file anew, so that no gap in it holds what was deleted; whether that was done."""
@@ -291,7 +286,8 @@ class Catalogue:
     def _unreadable(self, why: str) -> StoreFormatError:
         return StoreFormatError(
             f"{str(self._path)!r} is no readable packet catalogue ({why}); "
-            "move the folder away and ingest the documents again"
+            "run 'kvpacket check DIR --repair', and where that fails too, move the folder away and ingest the "
+            "documents again"
         )
 
 

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import logging
 import sqlite3
-from collections.abc import Callable, Iterable, Iterator, Mapping, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from itertools import islice
 
+from kvpacket_rag import database_repair
 from kvpacket_rag.packet import Packet
 from kvpacket_rag.store.eviction import Candidate, Eviction, choose
-from kvpacket_rag.store.schema import DAMAGED_OWNER, create_functions, owner_digest, row_digest
+from kvpacket_rag.store.schema import DAMAGED_OWNER, create_functions, owner_digest, row_digest, rows_are_whole
+
+logger = logging.getLogger(__name__)
 
 STORED, EVICTED, QUARANTINED = "stored", "evicted", "quarantined"
 FILE_MISSING = "its file is missing"  # as the reason of an evicted row
@@ -34,6 +38,21 @@ class PacketRow:
     reason: str
 
 
+@dataclass(frozen=True, slots=True)
+class Totals:
+    """Counts of a whole catalogue.
+
+    Attributes:
+        stored: packets stored now.
+        size_bytes: bytes of their files and of those set aside.
+        revision: changes whenever a text becomes known or unknown.
+    """
+
+    stored: int
+    size_bytes: int
+    revision: int
+
+
 def find_row(connection: sqlite3.Connection, packet_id: str) -> PacketRow | None:
     """The row of a packet, if it is known."""
     query = "SELECT signature, size_bytes, state, reason FROM packets WHERE packet_id = ?"
@@ -54,7 +73,7 @@ def count_rows(connection: sqlite3.Connection) -> tuple[int, int]:
     """Stored packets and bytes of all files, by counting."""
     query = (
         "SELECT COALESCE(SUM(state = 'stored'), 0), COALESCE(SUM(MAX(CAST(size_bytes AS INTEGER), 0)), 0) "
-        "FROM packets WHERE state IN ('stored', 'quarantined')"
+        "FROM packets NOT INDEXED WHERE state IN ('stored', 'quarantined')"
     )
     stored, size_bytes = connection.execute(query).fetchone()
     return int(stored), int(size_bytes)
@@ -67,6 +86,7 @@ class CatalogueChanges:
         self._connection = connection
         self._undo: list[Callable[[], None]] = []
         self.erased = False  # whether a text was deleted that may stay nowhere
+        self.has_rebuilt = False  # whether the file has pages that nothing leads to
 
     def on_failure(self, action: Callable[[], None]) -> None:
         """Do this, still inside the transaction, if it does not come to be committed."""
@@ -181,6 +201,17 @@ class CatalogueChanges:
         """Forget what is said of a packet, and keep its owners."""
         self._connection.executemany("DELETE FROM packets WHERE number = ?", self._numbers(packet_id))
         self.erased = True
+
+    def mend_lookups(self, faults: Sequence[str]) -> None:
+        """Make SQLite's indexes anew if they are damaged and the rows are not; else the one may tell of the other."""
+        if faults and rows_are_whole(self._connection):
+            logger.warning("SQLite's indexes of the packet catalogue are damaged, and made anew from its rows")
+            self.rebuild_indexes()
+
+    def rebuild_indexes(self) -> None:
+        """Make SQLite's indexes anew, however damaged."""
+        database_repair.rebuild_indexes(self._connection)
+        self.has_rebuilt = True
 
     def note(self, key: str, value: str) -> None:
         """Note a fact about the store."""

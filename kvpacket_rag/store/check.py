@@ -53,7 +53,7 @@ class StoreCheck:
         faults: of the catalogue's structure, as SQLite tells them.
         disorder: where files and rows disagreed.
         wrong_counts: whether the noted counts were not those of the rows.
-        repaired: whether all of this, but for ``faults``, has been put right.
+        repaired: whether all of this has been put right.
     """
 
     packets: int = 0
@@ -94,11 +94,16 @@ def check(
         folder: of the store.
         catalogue: of the store.
         upkeep: sets aside and sweeps.
-        repair: set damaged packets aside, forget damaged rows with their files, sweep, count anew, and write the
-            catalogue without gaps. What is set aside is encoded again when its chunk is next asked for.
+        repair: set damaged packets aside, forget damaged rows with their files, sweep, count anew, make SQLite's
+            indexes anew, and write the catalogue without gaps. What is set aside is encoded again when its chunk is
+            next asked for.
         progress: called with bytes read and bytes in all.
     """
-    found = StoreCheck(faults=catalogue.faults(), disorder=upkeep.disorder())
+    found = StoreCheck(faults=catalogue.faults())
+    if repair:
+        with catalogue.transaction() as changes:
+            changes.rebuild_indexes()
+    found.disorder = upkeep.disorder()
     for packet_id, signature, text, num_tokens, digest in catalogue.rows():
         if not is_packet_id(packet_id) or row_digest(packet_id, signature, text, num_tokens) != digest:
             found.damaged_rows.append(packet_id)
@@ -154,4 +159,4 @@ def _repair(catalogue: Catalogue, upkeep: Upkeep, found: StoreCheck) -> None:
     with catalogue.transaction() as changes:
         changes.count_anew()
     catalogue.compact()
-    found.repaired = True
+    found.repaired = not catalogue.faults()

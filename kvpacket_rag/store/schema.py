@@ -100,6 +100,13 @@ def damaged_owners(connection: sqlite3.Connection) -> list[str]:
     return [str(row[0]) for row in connection.execute(f"SELECT packet_id FROM owners WHERE {DAMAGED_OWNER}")]
 
 
+def rows_are_whole(connection: sqlite3.Connection) -> bool:
+    """Whether every row says what was written."""
+    rows = connection.execute("SELECT packet_id, signature, text, num_tokens, digest FROM packets NOT INDEXED")
+    sealed = all(all(isinstance(c, str) for c in row[:3]) and row_digest(*row[:4]) == row[4] for row in rows)
+    return sealed and not damaged_owners(connection)
+
+
 def prepare(connection: sqlite3.Connection, path: Path) -> None:
     """Create the tables, or bring those of an earlier version up to date, all or nothing.
 
