@@ -2,14 +2,16 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
-from dataset_samples import ROW, write_rows
+from dataset_samples import ROW, sample_with, write_rows
 
-from kvpacket_rag.datasets import open_dataset, read_jsonl
+from kvpacket_rag.datasets import QASample, open_dataset, read_jsonl
 from kvpacket_rag.datasets.biography import generate_biographies
+from kvpacket_rag.datasets.catalogue import names_apart
 from kvpacket_rag.datasets.niah import generate_niah, haystack_from_folder
 from kvpacket_rag.errors import DatasetError
 
@@ -80,3 +82,12 @@ def test_samples_do_not_depend_on_the_processs_hash_seed() -> None:
         for seed in ("1", "2")
     }
     assert len(told) == 1
+
+
+def test_data_sets_of_one_domain_are_told_apart_by_what_they_were_opened_by() -> None:
+    def opened(name: str, domain: str) -> tuple[str, list[QASample]]:
+        return name, [replace(sample_with((0,), 1), domain=domain)]
+
+    sets = [opened("x/data.jsonl", "data"), opened("y/data.jsonl", "data"), opened("z.jsonl", "z")]
+    assert names_apart(sets) == ["x/data.jsonl", "y/data.jsonl", "z"]
+    assert names_apart([opened("x/all.jsonl", "all")]) == ["x/all.jsonl"]

@@ -84,6 +84,7 @@ def test_a_malformed_line_is_named_with_what_is_wrong(tmp_path: Path, bad: Any, 
     [
         (b'{"id": ', "not JSON"),
         (b"[" * 100_000, "not JSON"),
+        (b'{"id": ' + b"9" * 5000 + b"}", "not JSON: Exceeds the limit"),
         (b'{"id": "\xff"}', "not UTF-8"),
         (json.dumps({**ROW, "id": "q2", "question": "\ud800"}).encode(), "lone surrogate"),
     ],

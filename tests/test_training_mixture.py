@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 from conftest import CHUNKS
+from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
@@ -14,7 +17,9 @@ from kvpacket_rag.datasets.sample import QASample, SourceText
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import PromptError, TrainingError
 from kvpacket_rag.training.mixture import Domain, Mixture, Shape, hold_out
+from kvpacket_rag.training.recipe import Recipe
 from kvpacket_rag.training.row import make_row
+from kvpacket_rag.training.student import _lay_out, _Layout
 
 
 def _samples(domain: str, count: int = 6, documents: int = 12) -> list[QASample]:
@@ -103,16 +108,61 @@ def test_a_weight_that_is_no_share_is_refused(weight: float, encoder: PacketEnco
 
 
 def test_held_out_samples_are_not_trained_on() -> None:
-    train, held_out = hold_out([(_samples("a", 20), 1.0)])
-    assert len(held_out[0].samples) == 2 and len(train[0].samples) == 18
-    assert not {s.sample_id for s in train[0].samples} & {s.sample_id for s in held_out[0].samples}
+    (train,), (held_out,) = hold_out([Domain("b", _samples("a", 20), 3.0)])
+    assert len(held_out.samples) == 2 and len(train.samples) == 18
+    assert (train.name, train.weight, held_out.name, held_out.weight) == ("b", 3.0, "b", 3.0)
+    assert not {s.sample_id for s in train.samples} & {s.sample_id for s in held_out.samples}
+
+
+def _read(sample: QASample) -> str:
+    return sample.question + "".join(sorted(document.text for document in sample.documents))
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_samples_that_come_twice_are_on_one_side_alone_and_that_is_said(
+    seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    once = _samples("a", 20)
+    again = [replace(s, sample_id=f"again {n}", documents=s.documents[::-1]) for n, s in enumerate(once)]
+    sets = [Domain("a", [*once, *again]), Domain("b", [*again[:10], *_samples("b", 10)])]
+    train, held_out = (
+        {s.question for d in part for s in d.samples if d.name == "a"} for part in hold_out(sets, seed=seed)
+    )
+    assert len(train) == 18 and len(held_out) == 2 and not train & held_out
+    _, (_, second) = hold_out(sets, seed=seed)
+    assert all(s.domain == "b" for s in second.samples)
+    assert "left out 20 samples of a that repeat others" in caplog.text
+    assert "left out 10 samples of b that repeat others" in caplog.text
 
 
 def test_too_little_data_is_an_error(encoder: PacketEncoder) -> None:
     with pytest.raises(TrainingError, match="two at least"):
-        hold_out([(_samples("a", 1), 1.0)])
+        hold_out([Domain("a", _samples("a", 1))])
+    with pytest.raises(TrainingError, match="data set b has 0 samples, without 6 that repeat others"):
+        hold_out([Domain("a", _samples("a")), Domain("b", _samples("a"))])
     with pytest.raises(TrainingError, match="nothing to draw from: a"):
         Mixture(encoder, [Domain("a", [])])
+
+
+def test_rows_leave_room_for_soft_tokens_and_answers(
+    make_model: Callable[..., PreTrainedModel], tokenizer: PreTrainedTokenizerFast
+) -> None:
+    narrow = Backbone(make_model(max_position_embeddings=700), tokenizer, "narrow")
+    adapter = Recipe(header=8, trailer=8, keep_header=True, rank=0).build(narrow)
+    mixture = Mixture(PacketEncoder(narrow, adapter), [Domain("a", _samples("a"))], Shape(context_tokens=400))
+    longest = 0
+    for number in range(40):
+        row = mixture.row(number)
+        layout = _Layout()
+        _lay_out(layout, 0, row, [[5] * 32 for _ in row.suffixes], narrow, adapter)
+        longest = max(longest, *layout.positions)
+    assert 600 < longest < 700
+
+
+def test_documents_too_short_for_packets_are_named_as_the_cause(encoder: PacketEncoder) -> None:
+    short = QASample("s", "Who?", ("Ada",), (SourceText("", "Ada signed it.", True),), "a")
+    with pytest.raises(TrainingError, match=r"the longest of its 1 chunks has \d+ tokens, and one of fewer than 16 is"):
+        Mixture(encoder, [Domain("a", [short])]).row(0)
 
 
 def test_questions_before_the_chunks_are_refused(encoder: PacketEncoder) -> None:

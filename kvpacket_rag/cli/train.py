@@ -117,7 +117,6 @@ def run(args: argparse.Namespace) -> None:
 
 def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
     say("loading the model")
-    from kvpacket_rag.adapter import Adapter
     from kvpacket_rag.backbone import Backbone
     from kvpacket_rag.encode import PacketEncoder
     from kvpacket_rag.hardware import pick_device, pick_dtype
@@ -128,7 +127,7 @@ def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
     place = pick_device(Workers().device or args.device)
     model, tokenizer = load_model(args.model, place, pick_dtype(args.dtype, place))
     backbone = Backbone(model, tokenizer, args.model)
-    encoder = PacketEncoder(backbone, Adapter.empty(backbone.hidden_size))
+    encoder = PacketEncoder(backbone, recipe.build(backbone))
     rows, held_out = _mixtures(args, encoder, shape, recipe.seed)
     validation = [held_out.row(number) for number in range(args.validation)]
     teacher = default_teacher(backbone, recipe, args.teacher or args.out / "teacher")
@@ -157,16 +156,17 @@ def _warm_start(given: str, backbone: Backbone) -> Adapter:
 
 def _mixtures(args: argparse.Namespace, encoder: Any, shape: Any, seed: int) -> tuple[Mixture, Mixture]:
     """Rows to train on, and rows of held-out samples."""
-    from kvpacket_rag.datasets.catalogue import GENERATED, open_dataset
-    from kvpacket_rag.training.mixture import Mixture, hold_out
+    from kvpacket_rag.datasets.catalogue import GENERATED, names_apart, open_dataset
+    from kvpacket_rag.training.mixture import Domain, Mixture, hold_out
 
-    data = []
+    opened, weights = [], []
     for entry in args.data:
         name, weight = _weighted(entry)
         generated = name.partition(":")[0] in GENERATED
-        samples = open_dataset(name, "train", seed=seed, limit=args.samples if generated else None)
-        data.append((samples, weight))
-    train, held_out = hold_out(data, seed=seed)
+        opened.append((name, open_dataset(name, "train", seed=seed, limit=args.samples if generated else None)))
+        weights.append(weight)
+    named = zip(names_apart(opened), opened, weights, strict=True)
+    train, held_out = hold_out([Domain(name, samples, weight) for name, (_, samples), weight in named], seed=seed)
     return Mixture(encoder, train, shape, seed, args.pool), Mixture(encoder, held_out, shape, seed + 1)
 
 

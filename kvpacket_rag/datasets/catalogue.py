@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from kvpacket_rag.datasets.biography import generate_biographies
@@ -61,3 +62,16 @@ def open_dataset(
         f"no data set is called {name!r}; give one of {known}, 'niah:FOLDER', a .jsonl file, or a folder with "
         "train.jsonl and dev.jsonl"
     )
+
+
+def names_apart(opened: Sequence[tuple[str, Sequence[QASample]]]) -> list[str]:
+    """A name for each of several data sets: its domain's, or what it was opened by where two have one domain.
+
+    "all" stands for all of them together, so a domain of that name gives way, too.
+
+    Args:
+        opened: what :func:`open_dataset` was given, and what it gave.
+    """
+    domains = [samples[0].domain for _, samples in opened]
+    taken = [*domains, "all"]
+    return [domain if taken.count(domain) == 1 else name for domain, (name, _) in zip(domains, opened, strict=True)]

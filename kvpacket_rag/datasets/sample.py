@@ -123,7 +123,7 @@ def _rows(path: Path) -> Iterator[tuple[int, object]]:
             yield number, json.loads(line.decode("utf-8-sig" if number == 1 else "utf-8"))
         except UnicodeDecodeError as error:
             raise DatasetError(f"{path}, line {number}: not UTF-8 ({error.reason}); save the file as UTF-8") from error
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError also for a number of thousands of digits
             raise DatasetError(f"{path}, line {number}: not JSON: {error}") from error
 
 

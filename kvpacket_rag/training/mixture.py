@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from kvpacket_rag.datasets.sample import QASample, SourceText
 from kvpacket_rag.datasets.select import cut_documents, select_documents
@@ -20,9 +21,10 @@ from kvpacket_rag.datasets.templates import QUESTIONS, STYLES
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import DocumentError, PromptError, TrainingError
 from kvpacket_rag.training.row import Row, make_row
+from kvpacket_rag.training.teacher import ANSWER_TOKENS
 
+logger = logging.getLogger(__name__)
 _ATTEMPTS = 20  # to make a row of another sample when one cannot be used
-_ROOM = 64  # positions for soft tokens and answers
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,7 +73,7 @@ class Mixture:
     """Endless rows by number.
 
     Args:
-        encoder: knows the tokenizer.
+        encoder: knows the tokenizer, and the soft tokens that rows have to have room for.
         domains: at least one, each with samples.
         shape: of the rows.
         seed: of all draws.
@@ -118,16 +120,25 @@ class Mixture:
             sample = rng.choice(domain.samples)
             try:
                 row = self._make(domain.name, sample, rng)
-                longest = len(row.context_ids) + max(map(len, row.suffixes)) + _ROOM
+                longest = self._positions(row)
                 if longest <= self._encoder.backbone.context_window:
                     return row
-                reason = f"it takes {longest} positions of {self._encoder.backbone.context_window}"
+                reason = (
+                    f"it takes {longest} positions of {self._encoder.backbone.context_window}; "
+                    "lower context_tokens or max_chunks"
+                )
             except (PromptError, DocumentError) as error:
                 reason = str(error)
         raise TrainingError(
             f"no row could be made of {_ATTEMPTS} samples, the last of them {sample.sample_id!r} of {domain.name}: "
-            f"{reason}; lower context_tokens or max_chunks, or look at the data"
+            f"{reason}"
         )
+
+    def _positions(self, row: Row) -> int:
+        """Those that a row takes at most: soft tokens, context, question and answer."""
+        adapter, packets = self._encoder.adapter, sum(1 for part in row.context if part.packet_id)
+        soft = adapter.left_out_tokens + packets * adapter.stored_tokens
+        return soft + len(row.context_ids) + max(map(len, row.suffixes)) + ANSWER_TOKENS
 
     def _make(self, name: str, sample: QASample, rng: random.Random) -> Row:
         documents, texts = self._chunks(sample, rng)
@@ -163,25 +174,42 @@ def _digest(samples: Sequence[QASample]) -> str:
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
 
 
-def hold_out(
-    data: Sequence[tuple[Sequence[QASample], float]], share: float = 0.1, seed: int = 0
-) -> tuple[list[Domain], list[Domain]]:
-    """Domains to train on and domains to validate on, of the same weights and without a common sample.
+def hold_out(data: Sequence[Domain], share: float = 0.1, seed: int = 0) -> tuple[list[Domain], list[Domain]]:
+    """Domains to train on and domains to validate on, of the same names and weights and without a common sample.
+
+    Samples are one if they ask the same of the same texts. Of those, the first stays and the others are left out, which
+    is logged.
 
     Args:
-        data: samples and weight of each domain.
-        share: of the samples that is held out, at least one.
+        data: all there is of each domain.
+        share: of a domain's samples that is held out, at least one.
         seed: decides which.
 
     Raises:
-        TrainingError: a domain has fewer than two samples.
+        TrainingError: a domain has fewer than two samples that are not those of one before it.
     """
     train, held_out = [], []
-    for samples, weight in data:
-        count = max(1, round(share * len(samples)))
+    seen: set[object] = set()
+    for domain in data:
+        new = {_key(sample): sample for sample in reversed(domain.samples)}
+        samples = [new[key] for key in dict.fromkeys(map(_key, domain.samples)) if key not in seen]
+        seen |= new.keys()
+        count, repeated = max(1, round(share * len(samples))), len(domain.samples) - len(samples)
         if len(samples) <= count:
-            raise TrainingError(f"a data set has {len(samples)} samples; training and validation need two at least")
+            raise TrainingError(
+                f"the data set {domain.name} has {len(samples)} samples, without {repeated} that repeat others; "
+                "training and validation need two at least"
+            )
+        if repeated:
+            logger.warning(
+                "left out %d samples of %s that repeat others, of it or of sets before", repeated, domain.name
+            )
         mixed = random.Random(seed).sample(samples, len(samples))
-        held_out.append(Domain(mixed[0].domain, mixed[:count], weight))
-        train.append(Domain(mixed[0].domain, mixed[count:], weight))
+        held_out.append(replace(domain, samples=mixed[:count]))
+        train.append(replace(domain, samples=mixed[count:]))
     return train, held_out
+
+
+def _key(sample: QASample) -> tuple[str, frozenset[str]]:
+    """What makes two samples one: question and texts, whatever their order."""
+    return sample.question.strip(), frozenset(document.text.strip() for document in sample.documents)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from kvpacket_rag.chat import Message
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.parts import Part, parts_of
@@ -48,9 +49,16 @@ def make_row(
         domain: of the data.
 
     Raises:
-        PromptError: no chunk stands in a chat, or the chats differ before their last chunk.
+        PromptError: no chunk is long enough for a packet, none stands in a chat, or the chats differ before their
+            last chunk.
         DocumentError: a chunk holds no text, or more than the model's window.
     """
+    longest = max(len(encoder.identify(chunk)[1]) for chunk in chunks)
+    if longest < MIN_MATCH_TOKENS:
+        raise PromptError(
+            f"the longest of its {len(chunks)} chunks has {longest} tokens, and one of fewer than {MIN_MATCH_TOKENS} "
+            "is read as text, so it has no packet; give longer documents, or raise min_chunk_tokens"
+        )
     cut = [_split(parts_of(encoder, chat, chunks)) for chat in chats]
     context = cut[0][0]
     if any([p.ids for p in other] != [p.ids for p in context] for other, _ in cut):

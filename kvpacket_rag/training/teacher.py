@@ -25,6 +25,7 @@ from kvpacket_rag.training.hidden import captured
 from kvpacket_rag.training.objective import Targets
 from kvpacket_rag.training.row import Row
 
+ANSWER_TOKENS = 32  # of one answer, at most
 _FORMAT = 2
 
 
@@ -66,7 +67,7 @@ class Teacher:
         backbone: Backbone,
         folder: Path | None = None,
         top_k: int = 64,
-        max_new_tokens: int = 32,
+        max_new_tokens: int = ANSWER_TOKENS,
         hidden_layer: int | None = None,
     ) -> None:
         if not backbone.report.one_pass:
