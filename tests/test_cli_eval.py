@@ -73,6 +73,25 @@ def test_the_same_command_measures_nothing_again(measure: Run, file: Path, tmp_p
     assert (tmp_path / "out" / "results.json").read_bytes() == first
 
 
+def test_prompts_that_are_left_out_and_short_documents_are_told_with_the_reason(
+    measure: Run, file: Path, tmp_path: Path
+):
+    short = {"text": "Ada signed.", "is_supporting": True}
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines[0]["documents"][0] = short
+    lines[1]["documents"] = [short]
+    file.write_text("\n".join(map(json.dumps, lines)))
+    code, _, err = measure(
+        *("--data", file, "--methods", "full,plain", "--out", tmp_path / "out", "--gold-positions", 0, 1)
+    )
+    text = (tmp_path / "out" / "results.md").read_text()
+    assert code == 0 and "left out office q1 (gold at 0): none of its documents has 16 tokens" in err
+    assert "Left out: 1 prompt: none of its documents has 16 tokens or more" in text
+    assert "1 prompt: place 1 is behind the last of its documents" in text
+    assert "Read as text: 2 documents of under 16 tokens" in text and "2 documents too short" in err
+    assert "| full |" in text and "100 % |" in text and "1.0 chunks" in text
+
+
 def test_adapters_are_compared_across_data_sets(measure: Run, file: Path, adapter: Adapter, tmp_path: Path):
     adapter.save(tmp_path / "mine.safetensors")
     named = f"mine={tmp_path / 'mine.safetensors'}"
@@ -91,7 +110,7 @@ def test_adapters_are_compared_across_data_sets(measure: Run, file: Path, adapte
         (["--methods", "ful"], "no method 'ful'"),
         (["--methods", "packet", "--adapter", "none"], "needs an adapter"),
         (["--style", "none of these"], "no style"),
-        (["--gold-positions", "9"], "no question fits"),
+        (["--gold-positions", "9"], "place 9 is behind the last of its documents"),
         (["--data", "no such set"], "no data set"),
         (["--gold-positions", "-1"], "below 0"),
         (["--adapters", "mine"], "NAME=FILE"),

@@ -14,6 +14,7 @@ from record_samples import record, samples
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.chat import Message
+from kvpacket_rag.datasets.sample import SourceText
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import AdapterError, KVPacketError, PromptError
@@ -168,8 +169,23 @@ def test_prompts_that_do_not_fit_are_left_out_for_all_methods(backbone: Backbone
         "t", long, replace(SETTINGS, chunk_tokens=None)
     )
     assert {r.sample_id for r in found.records} == {"q0"}
-    assert list(found.skipped) == ["long", "huge"] and "positions of 2048" in found.skipped["long"]
+    assert list(found.skipped) == ["long", "huge"] and "more than the 2048 positions" in found.skipped["long"]
     assert "room for 2048" in found.skipped["huge"]
+
+
+def test_without_context_no_document_is_read_however_short(backbone: Backbone, tmp_path: Path):
+    (sample,) = samples(1)
+    short = (SourceText("", "Ada Marlow.", True), *sample.documents[1:3])
+    asked = replace(sample, question="Who is Ada Marlow.?", documents=short)
+    (question,) = make_questions(backbone, [asked], SETTINGS)
+    assert (question.num_chunks, question.num_short) == (2, 1)
+    (longer,) = make_questions(backbone, [replace(asked, documents=sample.documents[1:4])], SETTINGS)
+    read = ["".join(part.text for part in asked.case.bare) for asked in (question, longer)]
+    assert read[0] == read[1] and read[0].count("Ada Marlow.") == 1 and "signed" not in read[0]
+    with prefilled(backbone, parse_method("none", Bench(backbone)), question.case) as state:
+        assert state.num_slots == sum(len(part.ids or []) for part in question.case.bare)
+    found = evaluation(backbone, tmp_path, "full").run("t", [asked, replace(asked, documents=short[:1])], SETTINGS)
+    assert (len(found.records), found.short_documents) == (1, 1) and "16 tokens" in found.skipped["q0"]
 
 
 def test_samples_with_one_question_count_each(backbone: Backbone, tmp_path: Path):

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from kvpacket_rag.cli.eval_about import about
 from kvpacket_rag.cli.options import add_hardware, positive
 from kvpacket_rag.cli.output import ProgressLine, count, facts, say, show, table
 from kvpacket_rag.errors import (
@@ -18,7 +19,6 @@ from kvpacket_rag.errors import (
 )
 
 if TYPE_CHECKING:
-    from kvpacket_rag.adapter import Adapter
     from kvpacket_rag.datasets import QASample
     from kvpacket_rag.engine import KVPacketEngine
     from kvpacket_rag.evaluation.questions import PromptSettings
@@ -125,20 +125,25 @@ def run(args: argparse.Namespace) -> None:
     evaluation = Evaluation(engine.backbone, _variants(args, engine), RecordFile(args.out / "records.jsonl"))
     records: list[Record] = []
     skipped: dict[str, str] = {}
+    short = 0
     line = ProgressLine()
     for setting in settings:
         for data, samples in sets[setting.seed].items():
             found = evaluation.run(data, samples, setting, line)
             records += found.records
-            skipped |= {f"{data} {name}": reason for name, reason in found.skipped.items()}
+            short += found.short_documents
+            seed = f", seed {setting.seed}" if len(settings) > 1 else ""
+            skipped |= {f"{data} {name}{seed}": reason for name, reason in found.skipped.items()}
     line.end()
     if not records:
         raise DatasetError(f"nothing was measured: {next(iter(skipped.values()), 'no question fits the settings')}")
     rows = summarise(records, args.seed[0])
-    write_results(rows, args.out, _about(args, engine, skipped))
+    write_results(rows, args.out, about(args, engine, skipped, short))
     show(_summary(rows))
     for name, reason in skipped.items():
         say(f"left out {name}: {reason}")
+    if short:
+        say(f"{count(short, 'document')} too short for a packet were read as text by every method but 'none'")
     pictures = _draw(args.out, rows)
     if not engine.encoder.adapter.is_empty:
         pictures += _draw_attention(args.out, engine, next(iter(sets.values())), settings[0])
@@ -217,28 +222,6 @@ def _variants(args: argparse.Namespace, engine: KVPacketEngine) -> list[Variant]
     return [*(Variant(name, name, own) for name in methods), *adapter_variants(further)]
 
 
-def _about(args: argparse.Namespace, engine: KVPacketEngine, skipped: Mapping[str, str]) -> dict[str, str]:
-    """What was measured, for the head of the tables."""
-    from kvpacket_rag.bench.clock import describe
-
-    places = ", ".join(map(str, args.gold_positions)) or "random"
-    about = {
-        "Model": engine.model_name,
-        "Machine": describe(engine.backbone.dtype, engine.backbone.device),
-        "Adapter": _told(engine.encoder.adapter),
-        "Data": f"{', '.join(args.data)}, {args.split} split, {f'first {args.limit}' if args.limit else 'all'}",
-        "Prompts": f"layout {args.style!r}, at most {args.max_chunks} chunks of {args.chunk_tokens} tokens, answers of "
-        f"{args.max_new_tokens}; place of the supporting chunk {places}; seed {', '.join(map(str, args.seed))}",
-    }
-    if skipped:
-        about["Left out"] = f"{count(len(skipped), 'question')} too long for the model's window"
-    return about
-
-
-def _told(adapter: Adapter) -> str:
-    return "none" if adapter.is_empty else f"{adapter.summary}, SHA-256 {adapter.digest[:12]}…"
-
-
 def _summary(rows: Sequence[Row]) -> str:
     header = ["data", "method", "n", "F1", "contains", "KL", "recovered gap", "first token, ms"]
     figures = (("f1", 3, 1), ("contains", 3, 1), ("kl", 4, 1), ("recovered_gap", 2, 1), ("ttft_seconds", 1, 1000))
@@ -246,7 +229,9 @@ def _summary(rows: Sequence[Row]) -> str:
         [row["data"], row["method"], str(row["n"]), *(_figure(row, *figure) for figure in figures)] for row in rows
     ]
     no_gap = any(row["recovered_gap"] is None for row in rows)
-    return table(header, lines) + ("\n–: a gap can only be told where 'plain' was measured, too" if no_gap else "")
+    return table(header, lines) + (
+        "\n–: a gap can only be told where 'plain' was measured and differs from full prefill" if no_gap else ""
+    )
 
 
 def _figure(row: Row, name: str, digits: int, scale: int) -> str:

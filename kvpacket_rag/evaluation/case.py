@@ -14,7 +14,7 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import PromptError
 from kvpacket_rag.evaluation.flops import Flops
-from kvpacket_rag.parts import Part, parts_of
+from kvpacket_rag.parts import Part, absorb, parts_of
 from kvpacket_rag.prompt import Message
 from kvpacket_rag.runner import BoundContext
 
@@ -31,6 +31,8 @@ class Case:
         answers: that count as right.
         max_new_tokens: room kept for an answer.
         sample_id: of the question in its data set.
+        bare: the prompt without its documents, however short they are; by default, without its chunks and the white
+            space between them.
 
     Raises:
         PromptError: there are no parts, or one has no tokens.
@@ -40,12 +42,15 @@ class Case:
     answers: tuple[str, ...] = ()
     max_new_tokens: int = 64
     sample_id: str = ""
+    bare: Sequence[Part] = ()
 
     def __post_init__(self) -> None:
         if not self.parts or not all(part.ids for part in self.parts):
             raise PromptError("a case needs parts, and tokens in each of them; make them with parts_of")
         parts = (*self.parts[:-1], replace(self.parts[-1], packet_id=None))
         object.__setattr__(self, "parts", parts)
+        if not self.bare:
+            object.__setattr__(self, "bare", [part for part in absorb(parts) if part.packet_id is None])
 
     @classmethod
     def from_chat(

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import random
+import secrets
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.datasets.sample import QASample, SourceText
 from kvpacket_rag.datasets.select import cut_documents, select_documents
 from kvpacket_rag.datasets.templates import PIPELINE_STYLE, STYLES, PromptStyle
+from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import DocumentError, PromptError
 from kvpacket_rag.evaluation.case import Case
+from kvpacket_rag.parts import Part, absorb, parts_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +61,25 @@ class Question:
     Attributes:
         sample: it was made from.
         gold_position: place of the first supporting chunk if it was set, else None.
-        num_chunks: in the prompt.
+        num_chunks: in the prompt, those that packets can stand for.
+        num_short: documents with too few tokens for that; all methods read them as text, but the one without context.
         case: what methods read.
     """
 
     sample: QASample
     gold_position: int | None
     num_chunks: int
+    num_short: int
     case: Case
+
+    @property
+    def name(self) -> str:
+        """The sample's id, and the place of the supporting chunk if it was set."""
+        return _name(self.sample, self.gold_position)
+
+
+def _name(sample: QASample, place: int | None) -> str:
+    return sample.sample_id if place is None else f"{sample.sample_id} (gold at {place})"
 
 
 def make_questions(
@@ -80,7 +96,8 @@ def make_questions(
         backbone: whose tokenizer and template are used.
         samples: to make prompts of.
         settings: of the prompts.
-        on_skip: told the id of a sample with a chunk that cannot be used, and why; without it that is an error.
+        on_skip: told the name of a prompt that cannot be made, and why; without it a chunk that cannot be used is an
+            error, and places that do not exist are passed over.
 
     Raises:
         DatasetError: a setting is out of its range.
@@ -89,24 +106,34 @@ def make_questions(
     """
     for sample in samples:
         for place in settings.gold_positions or (None,):
-            documents = _documents(sample, settings, place)
-            if not documents:
+            if reason := _missing(sample, settings, place):
+                if on_skip is not None:
+                    on_skip(_name(sample, place), reason)
                 continue
             try:
-                yield _question(backbone, sample, documents, settings, place)
+                yield _question(backbone, sample, _documents(sample, settings, place), settings, place)
             except DocumentError as error:
                 if on_skip is None:
                     raise
-                on_skip(sample.sample_id, str(error))
+                on_skip(_name(sample, place), str(error))
+
+
+def _missing(sample: QASample, settings: PromptSettings, place: int | None) -> str:
+    """Why a sample has no documents to show, or none to put at that place; empty if it has."""
+    supporting = sum(document.is_supporting for document in sample.documents)
+    chosen = min(len(sample.documents), max(settings.max_chunks or len(sample.documents), supporting))
+    if not chosen:
+        return "it has no documents"
+    if place is None:
+        return ""
+    if not supporting:
+        return "none of its documents is marked as supporting, so none can be put at a place"
+    return "" if place < chosen else f"place {place} is behind the last of its documents"
 
 
 def _documents(sample: QASample, settings: PromptSettings, place: int | None) -> list[SourceText]:
-    """What stands in the prompt; nothing where the supporting document cannot stand at that place."""
+    """What stands in the prompt."""
     count = settings.max_chunks or len(sample.documents)
-    supporting = sum(document.is_supporting for document in sample.documents)
-    chosen = min(len(sample.documents), max(count, supporting))
-    if place is not None and not (supporting and place < chosen):
-        return []
     return select_documents(sample, random.Random(f"{settings.seed} {sample.sample_id}"), count, gold_position=place)
 
 
@@ -121,6 +148,18 @@ def _question(
         chunks = [document.text.strip() for document in documents]
     else:
         chunks = cut_documents(documents, sample.answers, backbone.token_ids, settings.chunk_tokens)
-    messages = settings.layout().messages(chunks, sample.question, [document.title for document in documents])
+    titles = [document.title for document in documents]
+    messages = settings.layout().messages(chunks, sample.question, titles)
     case = Case.from_chat(backbone, messages, chunks, sample.answers, settings.max_new_tokens)
-    return Question(sample, place, len(chunks), replace(case, sample_id=sample.sample_id))
+    case = replace(case, sample_id=sample.sample_id, bare=_bare(backbone, settings, sample, titles))
+    num_chunks = sum(part.packet_id is not None for part in case.parts)
+    num_short = sum(len(backbone.token_ids(chunk.strip())) < MIN_MATCH_TOKENS for chunk in chunks)
+    return Question(sample, place, num_chunks, num_short, case)
+
+
+def _bare(backbone: Backbone, settings: PromptSettings, sample: QASample, titles: Sequence[str]) -> list[Part]:
+    """The prompt without documents: words that stand nowhere else take their places and are left out."""
+    marks = [f"document {secrets.token_hex(8)}" for _ in titles]
+    encoder = PacketEncoder(backbone, Adapter.empty(backbone.hidden_size))
+    messages = settings.layout().messages(marks, sample.question, titles)
+    return [part for part in absorb(parts_of(encoder, messages, marks, min_tokens=1)) if part.packet_id is None]

@@ -12,6 +12,7 @@ from typing import Any
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.datasets.sample import QASample
 from kvpacket_rag.errors import KVPacketError
 from kvpacket_rag.evaluation.case import Case
@@ -68,11 +69,13 @@ class Outcome:
 
     Attributes:
         records: in the order of questions and methods.
-        skipped: sample id to the reason for which it was not measured.
+        skipped: name of a question to the reason for which it was not measured.
+        short_documents: in the prompts that were, documents that are no chunks; see :class:`Question`.
     """
 
     records: list[Record] = field(default_factory=list)
     skipped: dict[str, str] = field(default_factory=dict)
+    short_documents: int = 0
 
 
 class Evaluation:
@@ -122,10 +125,10 @@ class Evaluation:
         started, measured = time.monotonic(), 0
         total = len(samples) * max(1, len(settings.gold_positions))
         for done, question in enumerate(self._questions(samples, settings, found), start=1):
-            reason = self._too_long(question)
-            if reason:
-                found.skipped[question.sample.sample_id] = reason
+            if reason := self._unfit(question):
+                found.skipped[question.name] = reason
             else:
+                found.short_documents += question.num_short
                 keys = [self._key(data, question, settings, variant) for variant in self._variants]
                 missing = [number for number, key in enumerate(keys) if self._file.find(key) is None]
                 for number, figures in self._measure(question, missing):
@@ -140,12 +143,16 @@ class Evaluation:
     def _questions(self, samples: Sequence[QASample], settings: PromptSettings, found: Outcome) -> Iterator[Question]:
         return make_questions(self._backbone, samples, settings, found.skipped.__setitem__)
 
-    def _too_long(self, question: Question) -> str:
+    def _unfit(self, question: Question) -> str:
         """Why a prompt is measured with no method; empty if it fits all of them."""
+        if not question.num_chunks:
+            return f"none of its documents has {MIN_MATCH_TOKENS} tokens or more, so no packet stands for one"
         soft = max(variant.adapter.stored_tokens if variant.adapter else 0 for variant in self._variants)
         needed = len(question.case.ids) + soft * question.num_chunks + question.case.max_new_tokens
         window = self._backbone.context_window
-        return f"prompt and answer take {needed} positions of {window}" if needed > window else ""
+        return (
+            f"prompt and answer take more than the {window} positions of the model's window" if needed > window else ""
+        )
 
     def _key(self, data: str, question: Question, settings: PromptSettings, variant: Variant) -> str:
         backbone, case = self._backbone, question.case

@@ -37,7 +37,8 @@ SQuAD, the best over the gold answers; *minus full* is F1 less that of full pref
 counts answers in which a gold answer stands word for word (yes/no questions: whose first yes or no is right). KL is
 the divergence of the next-token distributions from those of full prefill, and agreement the share of equal most likely
 tokens, both along the greedy answer of full prefill. The recovered gap is (method - plain) / (full - plain): 0 is plain
-concatenation, 1 full prefill; "–" where the two cannot be told apart or were not measured.
+concatenation, 1 full prefill; "–" where the two cannot be told apart or were not measured. *Read again* and bytes a
+token are for each token of the chunks; shorter documents are text, which every method but *none* reads.
 """
 
 

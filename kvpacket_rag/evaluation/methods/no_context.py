@@ -1,15 +1,14 @@
-"""No context: preamble and question without the chunks, to see what the model knows by itself."""
+"""No context: preamble and question without the documents, to see what the model knows by itself."""
 
 from __future__ import annotations
 
 from kvpacket_rag.evaluation.case import Case, State
 from kvpacket_rag.evaluation.methods.bench import CasePackets
 from kvpacket_rag.evaluation.methods.served import serve
-from kvpacket_rag.parts import absorb
 
 
 class NoContext:
-    """Leaves the chunks out, and the white space between them.
+    """Leaves the documents out, and the white space between them.
 
     Args:
         packets: whose model reads; none of them is used.
@@ -25,4 +24,4 @@ class NoContext:
 
     def prefill(self, case: Case) -> State:
         """See :meth:`Method.prefill`."""
-        return serve(self._packets, case, [part for part in absorb(case.parts) if part.packet_id is None])
+        return serve(self._packets, case, case.bare)
