@@ -15,6 +15,8 @@ from kvpacket_rag.evaluation.records import Record
 from kvpacket_rag.evaluation.results import Row, summarise
 from kvpacket_rag.evaluation.tables import markdown, write_results
 
+_TIMES = ("ttft_seconds", "load_seconds", "assemble_seconds")
+
 
 def records(method: str, kl: list[float], f1: list[float] | None = None, **more: Any) -> list[Record]:
     """One question each."""
@@ -67,6 +69,34 @@ def test_times_are_medians_over_all_runs_and_repetitions_are_no_questions_of_the
     assert full["ttft_seconds"] == pytest.approx(np.median([0.1, 1.1, 2.1, 1.1, 2.1, 3.1]))
     assert full["ttft_seconds_p95"] == pytest.approx(np.quantile([0.1, 1.1, 2.1, 1.1, 2.1, 3.1], 0.95))
     assert (full["f1"], full["f1_low"], full["f1_high"]) == pytest.approx((1 / 3, 1 / 3, 1 / 3))
+
+
+def test_asking_again_makes_no_interval_of_a_time_narrower():
+    drawn = np.random.default_rng(0).random(10)
+    once, often, uneven = (
+        row(
+            summarise(
+                [
+                    record(sample_id=f"q{number}", seed=seed, **dict.fromkeys(_TIMES, value))
+                    for number, value in enumerate(drawn)
+                    for seed in range(repeats(number))
+                ]
+            ),
+            "full",
+        )
+        for repeats in (lambda n: 1, lambda n: 20, lambda n: 3 + (n == 0))
+    )
+    for name in _TIMES:
+        low, high = f"{name}_low", f"{name}_high"
+        assert (often[low], often[high]) == pytest.approx((once[low], once[high]), rel=0.05)
+        assert uneven[high] - uneven[low] == pytest.approx(once[high] - once[low], rel=0.25)
+    assert uneven["ttft_seconds"] == pytest.approx(np.median([drawn[0], *np.repeat(drawn, 3)]))
+
+
+@pytest.mark.parametrize(("plain", "is_told"), [(1e-7, False), (1e-3, True)])
+def test_a_divergence_by_rounding_alone_is_no_gap_to_recover(plain: float, is_told: bool):
+    found = summarise([*records("plain", [plain, 2 * plain]), *records("packet", [2 * plain, plain])])
+    assert (row(found, "packet")["recovered_gap"] is not None) is is_told
 
 
 def test_gaps_compare_the_same_questions_only():

@@ -60,6 +60,21 @@ def estimate(statistic: Statistic, *columns: Sequence[float], seed: int = 0) -> 
         return Estimate(float(statistic(*data)), statistic(*data[:, places]))
 
 
+def estimate_of_runs(statistic: Statistic, runs: Sequence[Sequence[float]], seed: int = 0) -> Estimate:
+    """A statistic of all runs together, of which those of one question are drawn together.
+
+    Args:
+        statistic: takes an array (..., runs) and reduces the last axis; leaves out what is not a number.
+        runs: of each question, at least one.
+        seed: of the draws.
+    """
+    data = np.full((len(runs), max(map(len, runs))), np.nan)
+    for row, values in zip(data, runs, strict=True):
+        row[: len(values)] = values
+    places = np.random.default_rng(seed).integers(0, len(data), (_DRAWS, len(data)))
+    return Estimate(float(statistic(data.ravel())), statistic(data[places].reshape(_DRAWS, -1)))
+
+
 def average(estimates: Sequence[Estimate]) -> Estimate:
     """Mean of figures from different data sets, each set's questions drawn apart."""
     return Estimate(
@@ -73,13 +88,13 @@ def mean(values: Array) -> Array:
 
 
 def median(values: Array) -> Array:
-    """Of every row."""
-    return np.asarray(np.median(values, -1))
+    """Of every row, but for what is not a number."""
+    return np.asarray((np.nanmedian if np.isnan(values).any() else np.median)(values, -1))
 
 
 def percentile_95(values: Array) -> Array:
-    """Of every row, between two values where it falls there."""
-    return np.asarray(np.quantile(values, 0.95, axis=-1))
+    """Of every row, but for what is not a number; between two values where it falls there."""
+    return np.asarray((np.nanquantile if np.isnan(values).any() else np.quantile)(values, 0.95, axis=-1))
 
 
 def difference(one: Array, other: Array) -> Array:
