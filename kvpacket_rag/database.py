@@ -131,6 +131,22 @@ def _objects(connection: sqlite3.Connection) -> dict[tuple[str, str], str]:
     return {(str(kind), str(name)): re.sub(r"\s+|DEFAULT (x''|-1)", "", str(sql)) for kind, name, sql in own}
 
 
+def drop_defaults(connection: sqlite3.Connection) -> None:
+    """Take away the defaults with which sealed columns were added, so that statements of earlier versions fail.
+
+    Else a process of such a version, still open, would write rows without seals. SQLite's documentation of ALTER TABLE
+    changes defaults this way.
+    """
+    (version,) = connection.execute("PRAGMA schema_version").fetchone()
+    connection.execute("PRAGMA writable_schema = ON")
+    try:
+        sql = "UPDATE sqlite_master SET sql = replace(replace(sql, ?, ''), ?, '') WHERE type = 'table'"
+        connection.execute(sql, (" DEFAULT x''", " DEFAULT -1"))
+        connection.execute(f"PRAGMA schema_version = {version + 1}")
+    finally:
+        connection.execute("PRAGMA writable_schema = RESET")
+
+
 def advice_on(error: sqlite3.Error) -> tuple[type[StoreError], str]:
     """What to raise in place of an error of SQLite's, and what to do."""
     name = getattr(error, "sqlite_errorname", "")

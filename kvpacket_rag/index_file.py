@@ -57,14 +57,20 @@ def row_digest(*columns: str) -> bytes:
     return digest.digest()
 
 
-def _seal(*columns: bytes) -> bytes:
-    """The digest of what cannot be proved, for SQL."""
-    return row_digest(*(column.decode(errors="replace") for column in columns))
+def _seal(*columns: object) -> bytes:
+    """The digest of what cannot be proved, for SQL; of a NULL, which only damage leaves, none that matches."""
+    texts = [column.decode(errors="replace") for column in columns if isinstance(column, bytes)]
+    return row_digest(*texts) if len(texts) == len(columns) else b""
 
 
-def _seal_again(digest: object, seq: int, *columns: bytes) -> bytes:
+def _seal_again(digest: object, seq: int, *columns: object) -> bytes:
     """The digest with a row's number, in place of one without; of a row that was damaged, none that matches."""
-    return _seal(str(seq).encode(), *columns) if _seal(*columns) == digest else b""
+    return _seal(str(seq).encode(), *columns) if digest and _seal(*columns) == digest else b""
+
+
+def _checksum(seq: object, vector: object) -> int:
+    """``vector_checksum`` for SQL; of what damage made another type, none that matches."""
+    return vector_checksum(seq, vector) if isinstance(seq, int) and isinstance(vector, bytes) else -1
 
 
 def vector_checksum(seq: int, vector: bytes) -> int:
@@ -136,6 +142,7 @@ class IndexFile:
                 raise StoreError(f"index {self.name} cannot change while it is searched; change it afterwards")
             self._db.execute("BEGIN IMMEDIATE")
             try:
+                self._require_same_format()
                 yield self._db
                 self._db.execute("COMMIT")
             except BaseException:
@@ -146,6 +153,15 @@ class IndexFile:
             self._erased |= erases
             if erases or self._unclean:
                 self._unclean = not database.empty_log(self._db, _LOG_WAIT_SECONDS if erases else 0.0)
+
+    def _require_same_format(self) -> None:
+        """Refuse to write rows of this format into a file that another version has brought up to date meanwhile."""
+        (version,) = self._db.execute("PRAGMA user_version").fetchone()
+        if version > FORMAT_VERSION:
+            raise StoreFormatError(
+                f"index {self.name} was brought to format {version} by another version of kvpacket-rag while it was "
+                f"open here in format {FORMAT_VERSION}; close it and open it again with that version"
+            )
 
     def version(self) -> tuple[int, int, int]:
         """Changes whenever this or another process may have changed a row."""
@@ -195,12 +211,13 @@ class IndexFile:
             for name, count, function in (
                 ("seal", -1, _seal),
                 ("seal_again", 7, _seal_again),
-                ("vector_checksum", 2, vector_checksum),
+                ("vector_checksum", 2, _checksum),
             ):
                 self._db.create_function(name, count, function, deterministic=True)
             with self.writing() as db:
                 for statement in _steps_from(self._format()):  # another process may have been quicker
                     db.execute(statement)
+                database.drop_defaults(db)
                 self._format()
 
     def _read_only(self, error: sqlite3.OperationalError) -> None:

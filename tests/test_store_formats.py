@@ -116,6 +116,79 @@ def test_an_index_of_an_earlier_format_gives_its_chunks_and_takes_new_ones(old: 
     again.close()
 
 
+OLD_STATEMENTS = {
+    "settings": "INSERT INTO settings (key, value) VALUES ('unsettled', '{}') ON CONFLICT (key) DO NOTHING",
+    "chunks": "INSERT INTO chunks (chunk_id, document_id, text, metadata, packet_id) VALUES ('a', 'b', 'c', '{}', 'p')",
+    "vectors": "INSERT INTO vectors (seq, vector) VALUES (9, x'00')",
+    "owners": "INSERT INTO owners (packet_id, owner) VALUES ('p', 'o')",
+}
+
+
+@pytest.mark.parametrize("table", OLD_STATEMENTS)
+def test_a_process_of_an_earlier_version_that_is_still_open_can_write_nothing_unsealed(old: Path, table: str) -> None:
+    if version_in(old / "index.sqlite") == "4":
+        return  # nothing is brought up to date
+    file = old / ("packets.sqlite" if table == "owners" else "index.sqlite")
+    with contextlib.closing(sqlite3.connect(file)) as still_open:
+        still_open.execute("SELECT COUNT(*) FROM sqlite_master")
+        PacketIndex.open(old).close()
+        DiskStore(old).close()
+        with pytest.raises(sqlite3.IntegrityError, match="NOT NULL"):
+            still_open.execute(OLD_STATEMENTS[table])
+    assert main(["check", str(old)]) == 0
+
+
+def test_an_index_that_a_later_version_has_changed_is_not_written_any_more(old: Path) -> None:
+    with contextlib.closing(PacketIndex.open(old)) as index:
+        with contextlib.closing(sqlite3.connect(old / "index.sqlite")) as later:
+            later.execute("PRAGMA user_version = 9")
+        with pytest.raises(StoreFormatError, match=r"brought to format 9 by another version.*open it again"):
+            index.set_setting("embedder", "other")
+    with contextlib.closing(DiskStore(old)) as store:
+        with contextlib.closing(sqlite3.connect(old / "packets.sqlite")) as later:
+            later.execute("UPDATE meta SET value = '9' WHERE key = 'format_version'")
+            later.commit()
+        with pytest.raises(StoreFormatError, match=r"brought to format 9 by another version.*open it again"):
+            store.put(make_packet(7), "new", "owner")
+
+
+DAMAGED_CELLS = {
+    "a text": ("index.sqlite", "chunks", "UPDATE chunks SET text = NULL WHERE rowid = 1"),
+    "an id": ("index.sqlite", "chunks", "UPDATE chunks SET chunk_id = NULL WHERE rowid = 1"),
+    "no vector": ("index.sqlite", "vectors", "UPDATE vectors SET vector = NULL WHERE rowid = 1"),
+    "a number": ("index.sqlite", "vectors", "UPDATE vectors SET vector = 5 WHERE rowid = 1"),
+    "a vector of text": ("index.sqlite", "vectors", "UPDATE vectors SET vector = 'abc' WHERE rowid = 1"),
+    "a place of text": ("index.sqlite", "vectors", "UPDATE vectors SET seq = 'abc' WHERE rowid = 1"),
+    "a packet's text": ("packets.sqlite", "packets", "UPDATE packets SET text = NULL WHERE number = 1"),
+}
+
+
+@pytest.mark.parametrize("harm", DAMAGED_CELLS)
+@pytest.mark.parametrize("version", ["1", "2", "3"])
+def test_one_damaged_cell_does_not_keep_a_folder_from_being_brought_up_to_date(
+    tmp_path: Path, harm: str, version: str
+) -> None:
+    with zipfile.ZipFile(DATA / f"store-format-{version}.zip") as archive:
+        archive.extractall(tmp_path)
+    file, table, sql = DAMAGED_CELLS[harm]
+    with contextlib.closing(sqlite3.connect(tmp_path / file)) as db:
+        ((layout,),) = db.execute("SELECT sql FROM sqlite_master WHERE name = ?", (table,)).fetchall()
+        db.execute("PRAGMA writable_schema = ON")
+        change = "UPDATE sqlite_master SET sql = ? WHERE name = ?"
+        for statement, values in (
+            (change, (layout.replace(" NOT NULL", ""), table)),
+            (sql, ()),
+            (change, (layout, table)),
+        ):
+            db.execute(statement, values)
+            db.commit()
+            db.execute("PRAGMA writable_schema = RESET")
+            db.execute("PRAGMA writable_schema = ON")
+    with contextlib.closing(PacketIndex.open(tmp_path)) as index, contextlib.closing(DiskStore(tmp_path)) as store:
+        assert TEXTS[1] in [hit.chunk.text for hit in index.search([1.0, 1, 1, 1], 2)]
+        assert TEXTS[1] in [known.text for known in store.known(SIGNATURE)]
+
+
 def test_bringing_a_folder_up_to_date_may_be_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with zipfile.ZipFile(DATA / "store-format-1.zip") as archive:
         archive.extractall(tmp_path)

@@ -15,7 +15,7 @@ from kvpacket_rag.errors import StoreError, StoreFormatError, StoreFullError
 from kvpacket_rag.store.changes import CatalogueChanges, PacketRow, Totals, count_rows, find_row, is_intact
 from kvpacket_rag.store.metrics import StoreMetrics
 from kvpacket_rag.store.protocol import KnownChunk, is_packet_id
-from kvpacket_rag.store.schema import STORE_VERSION, damaged_owners, prepare, row_digest, written_version
+from kvpacket_rag.store.schema import STORE_VERSION, check_version, damaged_owners, prepare, row_digest, written_version
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +84,7 @@ class Catalogue:
             writer.execute("BEGIN IMMEDIATE")
             changes = CatalogueChanges(writer)
             try:
+                check_version(writer, self._path)
                 if not self._is_sound:
                     self._is_sound = True  # looked for once
                     changes.mend_lookups(self.faults())

@@ -31,10 +31,10 @@ CREATE TABLE packets (
     state TEXT NOT NULL CHECK (state IN ('stored', 'evicted', 'quarantined')),
     reason TEXT NOT NULL DEFAULT '',
     last_used INTEGER NOT NULL,
-    digest BLOB NOT NULL DEFAULT x''
+    digest BLOB NOT NULL
 );
 CREATE INDEX packets_by_use ON packets (state, last_used);
-CREATE TABLE owners (packet_id TEXT NOT NULL, owner TEXT NOT NULL, digest BLOB NOT NULL DEFAULT x'',
+CREATE TABLE owners (packet_id TEXT NOT NULL, owner TEXT NOT NULL, digest BLOB NOT NULL,
     PRIMARY KEY (packet_id, owner)) WITHOUT ROWID;
 CREATE INDEX owners_by_owner ON owners (owner);
 CREATE TABLE totals (stored INTEGER NOT NULL, size_bytes INTEGER NOT NULL, revision INTEGER NOT NULL);
@@ -89,9 +89,15 @@ def _seal(*parts: str) -> bytes:
     return digest.digest()
 
 
+def _seal_blobs(*parts: object) -> bytes:
+    """For SQL; of a NULL, which only damage leaves, the digest is none that matches."""
+    texts = [part.decode(errors="replace") for part in parts if isinstance(part, bytes)]
+    return _seal(*texts) if len(texts) == len(parts) else b""
+
+
 def create_functions(connection: sqlite3.Connection) -> None:
     """``seal`` for SQL, of parts as blobs."""
-    connection.create_function("seal", -1, lambda *parts: _seal(*(part.decode(errors="replace") for part in parts)))
+    connection.create_function("seal", -1, _seal_blobs)
 
 
 def damaged_owners(connection: sqlite3.Connection) -> list[str]:
@@ -153,6 +159,20 @@ def written_version(connection: sqlite3.Connection, path: Path) -> int | None:
     return version
 
 
+def check_version(connection: sqlite3.Connection, path: Path) -> None:
+    """Refuse to write rows of this format into a catalogue that another version has brought up to date meanwhile.
+
+    Raises:
+        StoreFormatError: one has.
+    """
+    row = connection.execute("SELECT value FROM meta WHERE key = 'format_version'").fetchone()
+    if row and row[0] != str(STORE_VERSION):
+        raise StoreFormatError(
+            f"the packet store {str(path)!r} was brought to format {row[0]} by another version of kvpacket-rag while "
+            f"it was open here in format {STORE_VERSION}; close it and open it again with that version"
+        )
+
+
 def _migrate(connection: sqlite3.Connection, version: int) -> None:
     """Rows had no digest, and owners none in version 2: what they say is believed once more, and sealed."""
     create_functions(connection)
@@ -162,4 +182,5 @@ def _migrate(connection: sqlite3.Connection, version: int) -> None:
         sealed = ", ".join(f"CAST({column} AS BLOB)" for column in columns)
         connection.execute(f"ALTER TABLE {table} ADD COLUMN digest BLOB NOT NULL DEFAULT x''")
         connection.execute(f"UPDATE {table} SET digest = seal({sealed})")
+    database.drop_defaults(connection)
     connection.execute("UPDATE meta SET value = ? WHERE key = 'format_version'", (str(STORE_VERSION),))
