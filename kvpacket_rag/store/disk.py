@@ -131,7 +131,7 @@ class DiskStore:
     def drop_owners(self, owners: Iterable[str]) -> list[str]:
         """See :meth:`PacketStore.drop_owners`; what only damaged owners have goes too, for one of them may be meant."""
         with self._catalogue.transaction(durable=True) as changes:
-            gone = changes.disown(owners)  # damage is looked for once: it takes 0.3 s for 100,000 owners
+            gone = changes.disown(owners)  # damage is looked for once, for that reads all owners
             gone += [] if self._owners_are_intact else changes.disown_damaged()
             self._owners_are_intact = True
             for packet_id in gone:
