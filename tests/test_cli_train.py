@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -126,6 +127,51 @@ def test_train_goes_on_from_a_trained_adapter(tmp_path: Path, capsys: pytest.Cap
     assert "built otherwise" in capsys.readouterr().err
     assert _train(tmp_path / "first", "--warm-start", str(trained)) == 1
     assert "that one started from nothing, this one starts from " in (err := capsys.readouterr().err) and "{" not in err
+
+
+def test_a_run_that_is_there_does_not_need_the_adapter_that_it_began_from(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert _train(tmp_path / "first") == 0
+    trained = tmp_path / "first" / "adapter.safetensors"
+    assert _train(tmp_path / "second", "--warm-start", str(trained)) == 0
+    expected = Adapter.load(tmp_path / "second" / "adapter.safetensors")
+    trained.unlink()
+    assert _train(tmp_path / "second", "--warm-start", str(trained)) == 0
+    found = Adapter.load(tmp_path / "second" / "adapter.safetensors")
+    assert found.digest == expected.digest and found.metadata == expected.metadata
+    assert "is gone and not needed: the run began from adapter" in capsys.readouterr().err
+    assert _train(tmp_path / "third", "--warm-start", str(trained)) == 1
+    assert "cannot read the adapter" in capsys.readouterr().err
+
+
+def test_an_adapter_of_no_run_is_replaced_only_by_force(
+    backbone: Backbone, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "adapter.safetensors"
+    Adapter.empty(backbone.hidden_size).save(path)
+    before = path.read_bytes()
+    assert _train(tmp_path) == 1 and path.read_bytes() == before
+    assert "adapter.safetensors exists, and no state of a run is beside it" in (err := capsys.readouterr().err)
+    assert "--force" in err
+    assert _train(tmp_path, "--force") == 0 and path.read_bytes() != before
+    assert _train(tmp_path) == 0
+
+
+def test_data_sets_of_one_name_have_figures_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    data = []
+    for name in ("niah", "biography"):
+        path = tmp_path / name / "data.jsonl"
+        path.parent.mkdir()
+        rows = [asdict(sample) for sample in open_dataset(name, "train", limit=8)]
+        path.write_text("\n".join(json.dumps(row) for row in [*rows, *rows]))
+        data.append(str(path))
+    assert _train(tmp_path / "out", "--data", *data, "--set", "steps=1", "--validation", "6") == 0
+    about = json.loads(Adapter.load(tmp_path / "out" / "adapter.safetensors").metadata["validation_kl"])
+    assert set(about) == {"all", *data}
+    capsys.readouterr()
+    assert _train(tmp_path / "out", "--data", *data[::-1], "--set", "steps=1", "--validation", "6") == 1
+    assert re.search(r"belongs to another run: validation was .* and is .*\. Go on", capsys.readouterr().err)
 
 
 def test_train_goes_on_from_the_adapter_that_ships(

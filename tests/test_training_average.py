@@ -94,3 +94,8 @@ def test_the_command_writes_it_and_says_what_it_is_of(backbone: Backbone, tmp_pa
     assert Adapter.load(out).digest == average([Adapter.load(file) for file in files]).digest
     assert "mean of 2 adapters" in capsys.readouterr().out
     assert main(["average", str(files[0]), "--out", str(out)]) == 1
+    before = files[0].read_bytes()
+    assert main(["average", *map(str, files), "--out", str(files[0])]) == 1 and files[0].read_bytes() == before
+    assert "exists; name another file, or replace it with --force" in capsys.readouterr().err
+    assert main(["average", *map(str, files), "--out", str(files[0]), "--force"]) == 0
+    assert Adapter.load(files[0]).digest == Adapter.load(out).digest

@@ -6,6 +6,7 @@ import argparse
 from pathlib import Path
 
 from kvpacket_rag.cli.output import facts, show
+from kvpacket_rag.errors import AdapterError
 
 SUMMARY = "average adapters of runs that went on from one another"
 DESCRIPTION = (
@@ -18,10 +19,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Which, and where to."""
     parser.add_argument("adapters", metavar="FILE", nargs="+", type=Path, help="files that 'kvpacket train' wrote")
     parser.add_argument("--out", metavar="FILE", type=Path, required=True, help="file to write")
+    parser.add_argument("--force", action="store_true", help="replace a file that is there")
 
 
 def run(args: argparse.Namespace) -> int:
     """Read, average, write."""
+    if args.out.exists() and not args.force:
+        raise AdapterError(f"{args.out} exists; name another file, or replace it with --force")
     from kvpacket_rag.adapter import Adapter
     from kvpacket_rag.training.average import average
 

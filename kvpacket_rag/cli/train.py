@@ -80,6 +80,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a setting from the list that --settings prints",
     )
+    parser.add_argument(
+        "--force", action="store_true", help="replace an adapter that is in the folder of --out and of no run there"
+    )
     parser.add_argument("--settings", action="store_true", help="list what --set takes, with its values, and stop")
     add_hardware(parser)
 
@@ -131,21 +134,36 @@ def _trainer(args: argparse.Namespace, recipe: Recipe, shape: Any) -> Trainer:
     rows, held_out = _mixtures(args, encoder, shape, recipe.seed)
     validation = [held_out.row(number) for number in range(args.validation)]
     teacher = default_teacher(backbone, recipe, args.teacher or args.out / "teacher")
-    trained = _warm_start(args.warm_start, backbone) if args.warm_start else None
-    return Trainer(backbone, rows.row, validation, recipe, args.out, rows.describe(), teacher, warm_start=trained)
+    trained = _warm_start(args, backbone) if args.warm_start else None
+    return Trainer(
+        backbone,
+        rows.row,
+        validation,
+        recipe,
+        args.out,
+        rows.describe(),
+        teacher,
+        warm_start=trained,
+        force=args.force,
+    )
 
 
-def _warm_start(given: str, backbone: Backbone) -> Adapter:
-    """The adapter to go on from.
+def _warm_start(args: argparse.Namespace, backbone: Backbone) -> Adapter | dict[str, str]:
+    """The adapter to go on from; where its file is gone, what the run that is there began from.
 
     Raises:
         TrainingError: that which ships is wanted, and there is none.
     """
     from kvpacket_rag.adapter import Adapter
     from kvpacket_rag.shipped import find_adapter
+    from kvpacket_rag.training.checkpoint import started_from
+    from kvpacket_rag.training.trainer import STATE
 
-    if given != "auto":
-        return Adapter.load(given)
+    if args.warm_start != "auto":
+        if not Path(args.warm_start).exists() and (began := started_from(args.out / STATE)):
+            say(f"{args.warm_start} is gone and not needed: the run began from adapter {began['warm_start'][:12]}…")
+            return began
+        return Adapter.load(args.warm_start)
     found = find_adapter(backbone)
     if found is None:
         raise TrainingError(

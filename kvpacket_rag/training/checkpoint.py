@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -16,7 +16,9 @@ from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.adapter_file import write_whole
+from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import TrainingError
+from kvpacket_rag.shipped import check_adapter
 
 _FORMAT = "kvpacket-training-1"
 _NAMED = 4  # differences between two runs that are told
@@ -95,10 +97,25 @@ def load_state(path: Path, recipe: str, adapter: Adapter, optimiser: torch.optim
     return progress
 
 
-def warm_up(adapter: Adapter, trained: Adapter) -> dict[str, str]:
+def started_from(path: Path) -> dict[str, str]:
+    """What :func:`warm_up` gave when a run began, read from its state; nothing without a warm start or a state."""
+    try:
+        with safe_open(path, framework="pt", device="cpu") as file:
+            recipe = json.loads((file.metadata() or {})["recipe"])
+    except (OSError, SafetensorError, KeyError, ValueError):
+        return {}
+    return {key: recipe[key] for key in ("warm_start", "warm_start_training") if key in recipe}
+
+
+def warm_up(adapter: Adapter, trained: Adapter | Mapping[str, str] | None, backbone: Backbone) -> dict[str, str]:
     """Give an untrained adapter the numbers of a trained one that is built alike, or with a lower rank.
 
     What a higher rank adds begins as it is built, without effect.
+
+    Args:
+        adapter: untrained.
+        trained: the one to go on from; or what this function gave for it, and nothing is changed.
+        backbone: the model; an adapter of near weights is warned of.
 
     Returns:
         What the trained one says of itself, for the metadata of what comes of it: ``warm_start``, its digest, and
@@ -106,7 +123,11 @@ def warm_up(adapter: Adapter, trained: Adapter) -> dict[str, str]:
 
     Raises:
         TrainingError: the two are built otherwise.
+        AdapterError: the trained one is of another model.
     """
+    if not isinstance(trained, Adapter):
+        return dict(trained or {})
+    check_adapter(trained, backbone)
     own, given = adapter.metadata, trained.metadata
     differing = [f"{key} is {given.get(key)!r} and would be {own[key]!r}" for key in own if given.get(key) != own[key]]
     places, values = _by_name(adapter), _by_name(trained)

@@ -6,7 +6,7 @@ import hashlib
 import json
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -20,7 +20,6 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.attach import checkpointed
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import TrainingError
-from kvpacket_rag.shipped import check_adapter
 from kvpacket_rag.training.checkpoint import Progress, load_state, save_state, warm_up
 from kvpacket_rag.training.hidden import captured, middle_layer
 from kvpacket_rag.training.objective import Targets, hidden_error, join, loss_per_token
@@ -31,6 +30,7 @@ from kvpacket_rag.training.teacher import Teacher
 from kvpacket_rag.training.validation import validate
 from kvpacket_rag.training.workers import Workers
 
+STATE = "state.safetensors"  # of a run, in its folder
 _SAVE_SECONDS = 120.0
 _BETAS = (0.9, 0.99)  # runs are short, and the usual 0.999 would remember their first steps throughout
 
@@ -63,11 +63,13 @@ class Trainer:
         folder: of state, log and best adapter.
         data: describes the rows, for the adapter's metadata and so that no run goes on with others.
         teacher: answers the rows.
-        warm_start: the adapter to go on from, built alike; a new run starts with its numbers.
+        warm_start: the adapter to go on from, built alike; a new run starts with its numbers. A run that is there
+            takes what :func:`started_from` gives instead.
+        force: a new run may replace an adapter that is in the folder.
 
     Raises:
-        TrainingError: the folder holds another run, there is nothing to validate on, or the adapter to go on from
-            is built otherwise.
+        TrainingError: the folder holds another run or an adapter that is of none, there is nothing to validate on,
+            or the adapter to go on from is built otherwise.
         AdapterError: the adapter to go on from is of another model.
     """
 
@@ -80,19 +82,18 @@ class Trainer:
         folder: Path,
         data: str,
         teacher: Teacher | None = None,
-        warm_start: Adapter | None = None,
+        warm_start: Adapter | Mapping[str, str] | None = None,
+        force: bool = False,
     ) -> None:
         if not validation:
             raise TrainingError("there are no rows to validate on; hold out at least one")
         self.backbone, self.recipe, self.folder = backbone, recipe, folder
         self._rows, self._validation, self._data = rows, validation, data
-        self._workers = Workers()
+        self._workers, self._force = Workers(), force
         self._teacher = teacher or default_teacher(backbone, recipe, folder / "teacher")
-        if warm_start:
-            check_adapter(warm_start, backbone)
-        folder.mkdir(parents=True, exist_ok=True)
         self.adapter = recipe.build(backbone)
-        self._about = warm_up(self.adapter, warm_start) if warm_start else {}
+        self._about = warm_up(self.adapter, warm_start, backbone)
+        folder.mkdir(parents=True, exist_ok=True)
         groups = recipe.parameter_groups(self.adapter, backbone)
         self._optimiser = torch.optim.AdamW(groups, lr=0.0, betas=_BETAS, weight_decay=0.0)
         about = {"data": data, "validation": _digest(validation), "weights": backbone.weights_fingerprint}
@@ -133,6 +134,7 @@ class Trainer:
     def _run(self) -> Iterator[Report]:
         started, first = time.monotonic(), self.progress.step
         if not first:
+            self._save()  # the folder is this run's from now on
             bare = Adapter.empty(self.backbone.hidden_size)
             self.progress.plain = validate(self.backbone, bare, self._validation, self._teacher, self._workers)
             report = Report(0, math.nan, self._validate(), math.nan)
@@ -247,23 +249,29 @@ class Trainer:
         """Go on from the saved state, if there is one.
 
         Raises:
-            TrainingError: it belongs to another run, or the best adapter is not beside it any more.
+            TrainingError: it belongs to another run, the best adapter is not beside it any more, or there is none and
+                an adapter all the same.
         """
-        found = load_state(self.folder / "state.safetensors", self._identity, self.adapter, self._optimiser)
-        if found is None:
-            return
-        self.progress = found
+        found = load_state(self.folder / STATE, self._identity, self.adapter, self._optimiser)
+        if found is None and self.best_path.exists() and not self._force:
+            raise TrainingError(
+                f"{self.best_path} exists, and no state of a run is beside it; name another folder, or have the "
+                "adapter replaced with --force"
+            )
+        self.progress = found or self.progress
+        if not self.progress.figures:
+            return  # nothing was kept yet
         best = Adapter.load(self.best_path).metadata.get("step") if self.best_path.is_file() else "no file"
-        if best != "no file" and int(best or 0) >= found.best_step:
+        if best != "no file" and int(best or 0) >= self.progress.best_step:
             return  # it may be of a later step than the state, which then comes to it again
         raise TrainingError(
-            f"{self.best_path} should be the adapter of step {found.best_step} and is {best}; put it back, or remove "
-            f"{self.folder / 'state.safetensors'} to train anew"
+            f"{self.best_path} should be the adapter of step {self.progress.best_step} and is {best}; put it back, or "
+            f"remove {self.folder / STATE} to train anew, with --force if an adapter is there"
         )
 
     def _save(self) -> None:
         if not self._workers.number:
-            save_state(self.folder / "state.safetensors", self._identity, self.progress, self.adapter, self._optimiser)
+            save_state(self.folder / STATE, self._identity, self.progress, self.adapter, self._optimiser)
         self._saved_at = time.monotonic()
 
     def _log(self, report: Report) -> None:
@@ -287,6 +295,5 @@ def default_teacher(backbone: Backbone, recipe: Recipe, folder: Path | None) -> 
     return Teacher(backbone, folder, hidden_layer=middle_layer(backbone.model) if recipe.hidden_weight else None)
 
 
-def _digest(rows: Sequence[Row]) -> str:
-    """SHA-256 over what rows read, in hex."""
+def _digest(rows: Sequence[Row]) -> str:  # SHA-256 over what they read, in hex
     return hashlib.sha256(json.dumps([[row.context_ids, row.suffixes] for row in rows]).encode()).hexdigest()
