@@ -16,7 +16,7 @@ from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.datasets.sample import QASample, SourceText
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.errors import PromptError, TrainingError
-from kvpacket_rag.training.mixture import Domain, Mixture, Shape, hold_out
+from kvpacket_rag.training.mixture import Domain, Mixture, Shape, hold_out, was_trained_on
 from kvpacket_rag.training.recipe import Recipe
 from kvpacket_rag.training.row import make_row
 from kvpacket_rag.training.student import _lay_out, _Layout
@@ -133,6 +133,17 @@ def test_samples_that_come_twice_are_on_one_side_alone_and_that_is_said(
     assert all(s.domain == "b" for s in second.samples)
     assert "left out 20 samples of a that repeat others" in caplog.text
     assert "left out 10 samples of b that repeat others" in caplog.text
+
+
+def test_what_an_adapter_was_trained_on_is_known_by_its_metadata(encoder: PacketEncoder) -> None:
+    used, other = _samples("a", 20), _samples("b", 20)
+    train, _ = hold_out([Domain("a", used), Domain("c", _samples("c"))], seed=4)
+    about = {"data": Mixture(encoder, train, seed=4).describe()}
+    descendant = {"data": "no JSON", "warm_start_training": json.dumps(about)}
+    for metadata in (about, descendant):
+        assert was_trained_on(metadata, used) and was_trained_on(metadata, [*used, used[0]])
+        assert not was_trained_on(metadata, other) and not was_trained_on(metadata, used[:1])
+    assert not was_trained_on({}, used)
 
 
 def test_too_little_data_is_an_error(encoder: PacketEncoder) -> None:

@@ -12,7 +12,8 @@ import json
 import logging
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, replace
 
 from kvpacket_rag.datasets.sample import QASample, SourceText
@@ -191,8 +192,8 @@ def hold_out(data: Sequence[Domain], share: float = 0.1, seed: int = 0) -> tuple
     train, held_out = [], []
     seen: set[object] = set()
     for domain in data:
-        new = {_key(sample): sample for sample in reversed(domain.samples)}
-        samples = [new[key] for key in dict.fromkeys(map(_key, domain.samples)) if key not in seen]
+        new = _by_key(domain.samples)
+        samples = [sample for key, sample in new.items() if key not in seen]
         seen |= new.keys()
         count, repeated = max(1, round(share * len(samples))), len(domain.samples) - len(samples)
         if len(samples) <= count:
@@ -210,6 +211,27 @@ def hold_out(data: Sequence[Domain], share: float = 0.1, seed: int = 0) -> tuple
     return train, held_out
 
 
-def _key(sample: QASample) -> tuple[str, frozenset[str]]:
-    """What makes two samples one: question and texts, whatever their order."""
-    return sample.question.strip(), frozenset(document.text.strip() for document in sample.documents)
+def _by_key(samples: Sequence[QASample]) -> dict[object, QASample]:
+    """Samples by what makes two of them one, question and texts whatever their order; the first of each."""
+    found: dict[object, QASample] = {}
+    for sample in samples:
+        texts = frozenset(document.text.strip() for document in sample.documents)
+        found.setdefault((sample.question.strip(), texts), sample)
+    return found
+
+
+def was_trained_on(about: Mapping[str, str], samples: Sequence[QASample]) -> bool:
+    """Whether an adapter, or one that it went on from, was trained on a data set, as far as its metadata tell.
+
+    Args:
+        about: metadata of the adapter.
+        samples: the whole data set, of which :func:`hold_out` held out a share. One of which some were left out, for
+            they stood in another set, is not known again.
+    """
+    with suppress(ValueError, KeyError, TypeError, TrainingError):
+        data = json.loads(about["data"])
+        (part,), _ = hold_out([Domain("", list(_by_key(samples).values()))], seed=data["seed"])
+        if _digest(part.samples)[:12] in [domain["content"] for domain in data["domains"]]:
+            return True
+    earlier = json.loads(about.get("warm_start_training") or "{}")
+    return bool(earlier) and was_trained_on(earlier, samples)
