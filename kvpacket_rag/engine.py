@@ -23,7 +23,7 @@ from kvpacket_rag.reading import Policy as Policy
 from kvpacket_rag.shipped import check_adapter, find_adapter
 from kvpacket_rag.store import MemoryStore, PacketStore, open_store
 
-_SINK = 1  # see benchmarks/sink.py
+SINK = 1  # before bare chunks; see benchmarks/sink.py
 
 
 class KVPacketEngine(Answering):
@@ -134,7 +134,7 @@ class KVPacketEngine(Answering):
         if isinstance(adapter, str | Path):
             adapter = find_adapter(backbone) if str(adapter) == "auto" else Adapter.load(adapter)
         if sink is None:
-            sink = _SINK if adapter is None or (isinstance(adapter, Adapter) and adapter.is_empty) else 0
+            sink = SINK if adapter is None or (isinstance(adapter, Adapter) and adapter.is_empty) else 0
         return cls(backbone, store, adapter, sink, min_match_tokens, reduction)
 
     @property

@@ -34,8 +34,8 @@ class Verdict:
         error_shift: largest relative error of keys moved against keys encoded in place.
         error_packets: relative error of the logits of packets against a block mask.
         tokens: of answers that were compared.
-        packets: with the adapter.
-        plain: without it, the chunks' bare keys and values side by side.
+        packets: as they are served, with the adapter or without.
+        plain: the chunks' bare keys and values side by side.
         full: full prefill in one forward against itself token by token: what arithmetic alone differs.
         has_adapter: whether ``packets`` had one to use.
     """
@@ -65,7 +65,7 @@ class Verdict:
         if self.is_fit:
             return f"fit: answers from packets are {found}, a recovered gap of {self.recovered_gap:.2f}"
         if not self.has_adapter:
-            return f"not fit without an adapter: answers from bare chunks are {found}; train one with 'kvpacket train'"
+            return f"not fit without an adapter: answers from packets are {found}; train one with 'kvpacket train'"
         return (
             f"not fit: with this adapter answers are {found}, plain concatenation {self.plain.kl:.3f}; "
             "it belongs to other weights or needs more training"

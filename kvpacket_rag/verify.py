@@ -19,7 +19,7 @@ from kvpacket_rag.datasets.select import cut, cut_documents, select_documents
 from kvpacket_rag.datasets.templates import PIPELINE_STYLE
 from kvpacket_rag.demo import corpus_folder, questions
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import UnsupportedModelError
+from kvpacket_rag.errors import AdapterError, UnsupportedModelError
 from kvpacket_rag.training.objective import Targets
 from kvpacket_rag.training.row import Row, make_row
 from kvpacket_rag.training.teacher import Teacher
@@ -32,15 +32,15 @@ _CHUNK_TOKENS = 110
 _ANSWER_TOKENS = 32
 
 
-def verify(backbone: Backbone, adapter: Adapter) -> Verdict:
-    """Measure packets, plain concatenation and full prefill on the probe set.
+def verify(encoder: PacketEncoder) -> Verdict:
+    """Measure packets as the encoder makes them, plain concatenation and full prefill on the probe set.
 
     Args:
-        backbone: whose laws were proved when it was loaded.
-        adapter: may be empty.
+        encoder: of an engine; the laws of its model were proved when that was loaded.
     """
+    backbone, adapter = encoder.backbone, encoder.adapter
     room = backbone.context_window - _ANSWER_TOKENS
-    rows = [row for row in probe_rows(PacketEncoder(backbone, adapter)) if row.num_tokens <= room]
+    rows = [row for row in probe_rows(encoder) if row.num_tokens <= room]
     if not rows:
         raise UnsupportedModelError(
             f"{backbone.name} has {backbone.context_window} positions, too few for the probe set"
@@ -53,11 +53,20 @@ def verify(backbone: Backbone, adapter: Adapter) -> Verdict:
         backbone.report.error_shift,
         backbone.report.error_packets,
         sum(len(target.answer) for row in targets for target in row),
-        _fidelity(backbone, adapter, rows, targets),
+        _fidelity(backbone, _behind_sinks(encoder) if encoder.sink_ids else adapter, rows, targets),
         _fidelity(backbone, bare, rows, targets),
         _fidelity(backbone, bare, as_text, targets),
         not adapter.is_empty,
     )
+
+
+def _behind_sinks(encoder: PacketEncoder) -> Adapter:
+    """Sink tokens as the header of an adapter that has nothing else: read before a chunk, and left out."""
+    if not encoder.adapter.is_empty:
+        raise AdapterError("the probe measures an adapter or sink tokens, not both; leave out one of them")
+    hidden = encoder.backbone.hidden_size
+    about = {"header": "left out", "separators": "kept"}
+    return Adapter(encoder.backbone.embed(encoder.sink_ids), torch.zeros(0, hidden), about)
 
 
 def probe_rows(encoder: PacketEncoder) -> Iterator[Row]:

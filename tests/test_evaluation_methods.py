@@ -14,7 +14,6 @@ from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import (
-    AdapterError,
     ContextTooLongError,
     KVPacketError,
     PacketError,
@@ -203,9 +202,15 @@ def test_names_are_kept_as_they_were_given(bench: Bench):
     assert [parse_method(name, bench).name for name in NAMES] == NAMES
 
 
-def test_the_packet_method_without_an_adapter_is_refused(backbone: Backbone):
-    with pytest.raises(AdapterError, match="needs an adapter"):
-        parse_method("packet", Bench(backbone))
+@pytest.mark.parametrize("without", [None, "empty"])
+def test_the_packet_method_without_an_adapter_is_what_is_served_without_one(backbone: Backbone, without: str | None):
+    engine = KVPacketEngine.around(backbone, adapter=None)
+    engine.encode(CHUNKS)
+    answer = engine.generate(make_messages(), GenerationSettings(max_new_tokens=8))
+    bench = Bench(backbone, Adapter.empty(backbone.hidden_size) if without else None)
+    state = prefill("packet", bench, make_case(backbone))
+    assert tuple(decode(backbone, state, 8)) == answer.token_ids and answer.usage.chunks_reused == 4
+    assert not torch.allclose(state.logits, prefill("plain", bench, make_case(backbone)).logits, **CLOSE)
 
 
 @pytest.mark.parametrize("name", ["full", "plain", "random-0.5"])

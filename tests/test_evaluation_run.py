@@ -17,7 +17,7 @@ from kvpacket_rag.chat import Message
 from kvpacket_rag.datasets.sample import SourceText
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
-from kvpacket_rag.errors import AdapterError, KVPacketError, PromptError
+from kvpacket_rag.errors import KVPacketError, PromptError
 from kvpacket_rag.evaluation import run as run_module
 from kvpacket_rag.evaluation.case import decode
 from kvpacket_rag.evaluation.measure import measure, prefilled, tell
@@ -140,6 +140,18 @@ def test_whatever_changes_a_figure_changes_the_key(backbone: Backbone, adapter: 
     assert len(keys) == 9  # plain concatenation does not depend on the adapter
 
 
+def test_other_threads_and_other_ends_of_an_answer_are_measured_again(
+    backbone: Backbone, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    keys = {evaluation(backbone, tmp_path, "full").run("t", samples(1), SETTINGS).records[0].key}
+    with monkeypatch.context() as other:
+        other.setattr(torch, "get_num_threads", lambda: 77)
+        keys.add(evaluation(backbone, tmp_path, "full").run("t", samples(1), SETTINGS).records[0].key)
+    monkeypatch.setattr(Backbone, "eos_ids", frozenset({3}))
+    keys.add(evaluation(backbone, tmp_path, "full").run("t", samples(1), SETTINGS).records[0].key)
+    assert len(keys) == 3
+
+
 def test_the_supporting_chunk_is_put_where_it_is_asked_for(backbone: Backbone):
     swept = list(make_questions(backbone, samples(2), replace(SETTINGS, gold_positions=(0, 2, 3))))
     assert [(q.sample.sample_id, q.gold_position) for q in swept] == [("q0", 0), ("q0", 2), ("q1", 0), ("q1", 2)]
@@ -208,8 +220,6 @@ def test_wrong_requests_say_what_is_wrong(backbone: Backbone, tmp_path: Path):
         evaluation(backbone, tmp_path, "ful")
     with pytest.raises(KVPacketError, match="each once"):
         evaluation(backbone, tmp_path, "full", "full")
-    with pytest.raises(AdapterError, match="needs an adapter"):
-        evaluation(backbone, tmp_path, "packet")
     with pytest.raises(PromptError, match="known are pipeline"):
         PromptSettings(style="none of these")
 

@@ -122,6 +122,7 @@ def run(args: argparse.Namespace) -> None:
     settings = _settings(args)
     sets = {setting.seed: _open_sets(args, setting.seed) for setting in settings}
     engine = _load(args)
+    _warn_of_training_data(args, engine)
     evaluation = Evaluation(engine.backbone, _variants(args, engine), RecordFile(args.out / "records.jsonl"))
     records: list[Record] = []
     skipped: dict[str, str] = {}
@@ -205,6 +206,15 @@ def _load(args: argparse.Namespace) -> KVPacketEngine:
     return KVPacketEngine.load(args.model, adapter=adapter, device=args.device, dtype=args.dtype)
 
 
+def _warn_of_training_data(args: argparse.Namespace, engine: KVPacketEngine) -> None:
+    from kvpacket_rag.datasets import open_dataset
+    from kvpacket_rag.training.mixture import was_trained_on
+
+    for name in args.data:
+        if name.endswith(".jsonl") and was_trained_on(engine.encoder.adapter.metadata, open_dataset(name)):
+            say(f"the adapter was trained on {name}, so figures on it say little; measure on other data")
+
+
 def _variants(args: argparse.Namespace, engine: KVPacketEngine) -> list[Variant]:
     """The methods that were asked for, and one for every further adapter."""
     from kvpacket_rag.adapter import Adapter
@@ -213,7 +223,7 @@ def _variants(args: argparse.Namespace, engine: KVPacketEngine) -> list[Variant]
     from kvpacket_rag.shipped import check_adapter
 
     own = None if engine.encoder.adapter.is_empty else engine.encoder.adapter
-    methods = args.methods or [name for name in _DEFAULT_METHODS if own or name != "packet"]
+    methods = args.methods or _DEFAULT_METHODS
     further = {name: Adapter.load(file) for name, file in args.adapters}
     if len(further) < len(args.adapters):
         raise AdapterError("two of --adapters have one name; give each its own")

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from kvpacket_rag.cli.output import count
 
 if TYPE_CHECKING:
-    from kvpacket_rag.adapter import Adapter
+    from kvpacket_rag.encode import PacketEncoder
     from kvpacket_rag.engine import KVPacketEngine
 
 
@@ -23,7 +23,7 @@ def about(args: argparse.Namespace, engine: KVPacketEngine, skipped: Mapping[str
     told = {
         "Model": engine.model_name,
         "Machine": describe(engine.backbone.dtype, engine.backbone.device),
-        "Adapter": _told(engine.encoder.adapter),
+        "Adapter": _told(engine.encoder),
         "Data": f"{', '.join(args.data)}, {args.split} split, {f'first {args.limit}' if args.limit else 'all'}",
         "Prompts": f"layout {args.style!r}, at most {args.max_chunks} chunks of {args.chunk_tokens} tokens, answers of "
         f"{args.max_new_tokens}; place of the supporting chunk {places}; seed {', '.join(map(str, args.seed))}",
@@ -38,5 +38,8 @@ def about(args: argparse.Namespace, engine: KVPacketEngine, skipped: Mapping[str
     return told
 
 
-def _told(adapter: Adapter) -> str:
-    return "none" if adapter.is_empty else f"{adapter.summary}, SHA-256 {adapter.digest[:12]}…"
+def _told(encoder: PacketEncoder) -> str:
+    adapter = encoder.adapter
+    if adapter.is_empty:
+        return "none; packets are of chunks read behind a sink token, as they are served without one"
+    return f"{adapter.summary}, SHA-256 {adapter.digest[:12]}…"

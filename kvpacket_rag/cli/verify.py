@@ -41,10 +41,10 @@ def run(args: argparse.Namespace) -> int:
     from kvpacket_rag.verify import verify
 
     wanted = None if args.adapter == "none" else args.adapter
-    engine = KVPacketEngine.load(args.model, adapter=wanted, sink=0, device=args.device, dtype=args.dtype)
+    engine = KVPacketEngine.load(args.model, adapter=wanted, device=args.device, dtype=args.dtype)
     adapter = engine.encoder.adapter
     say("measuring the probe set")
-    verdict = verify(engine.backbone, adapter)
+    verdict = verify(engine.encoder)
     if args.json:
         origin = origin_of(adapter.metadata)
         show_json({"model": args.model, "adapter": adapter.digest, "about": origin, **verdict.to_dict()})
@@ -60,7 +60,10 @@ def _report(model: str, adapter: Adapter, verdict: Verdict) -> str:
         ("Model", model),
         ("Law A", f"keys moved against keys encoded in place: relative error {verdict.error_shift:.1e}"),
         ("Law B", f"packets side by side against a block mask: relative error {verdict.error_packets:.1e}"),
-        ("Adapter", "none" if adapter.is_empty else _origin(adapter)),
+        (
+            "Adapter",
+            "none; chunks are read behind a sink token, as they are served" if adapter.is_empty else _origin(adapter),
+        ),
     ]
     if figures := adapter.metadata.get("validation_kl"):
         by_domain = ", ".join(f"{name} {value:.3f}" for name, value in json.loads(figures).items())

@@ -12,8 +12,10 @@ from typing import Any
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.bench.clock import describe
 from kvpacket_rag.chunk import MIN_MATCH_TOKENS
 from kvpacket_rag.datasets.sample import QASample
+from kvpacket_rag.engine import SINK
 from kvpacket_rag.errors import KVPacketError
 from kvpacket_rag.evaluation.case import Case
 from kvpacket_rag.evaluation.measure import Measurement, measure, prefilled, tell
@@ -88,7 +90,7 @@ class Evaluation:
 
     Raises:
         KVPacketError: a method is unknown, or two have one label.
-        AdapterError: a method needs an adapter that is missing or does not fit.
+        AdapterError: an adapter does not fit.
     """
 
     def __init__(self, backbone: Backbone, variants: Sequence[Variant], file: RecordFile) -> None:
@@ -157,8 +159,9 @@ class Evaluation:
     def _key(self, data: str, question: Question, settings: PromptSettings, variant: Variant) -> str:
         backbone, case = self._backbone, question.case
         uses = variant.adapter if variant.method.partition("@")[0] == "packet" else None
-        adapter = [uses.digest, uses.absorbs] if uses else []
-        model = [backbone.weights_fingerprint, str(backbone.dtype), backbone.device.type]
+        adapter = [uses.digest, uses.absorbs] if uses else [SINK]
+        machine = describe(backbone.dtype, backbone.device)
+        model = [backbone.weights_fingerprint, machine, sorted(backbone.eos_ids)]
         method = [variant.label, variant.method, *adapter, case.max_new_tokens]
         sample = [data, question.sample.sample_id, case.answers, settings.seed, question.gold_position]
         parts = [(part.packet_id is not None, part.ids) for part in case.parts]

@@ -11,7 +11,7 @@ from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.compress.reduction import UNREDUCED, Reduction
 from kvpacket_rag.encode import PacketEncoder
-from kvpacket_rag.errors import AdapterError
+from kvpacket_rag.engine import SINK
 from kvpacket_rag.evaluation.case import Case, State
 from kvpacket_rag.packet import packet_id
 from kvpacket_rag.parts import Part
@@ -80,7 +80,7 @@ class Bench:
 
     Args:
         backbone: the model.
-        adapter: the one that is measured; None for methods that need none.
+        adapter: the one that is measured; None, or an empty one, for packets as they are served without.
     """
 
     def __init__(self, backbone: Backbone, adapter: Adapter | None = None) -> None:
@@ -104,23 +104,23 @@ class Bench:
 
     @cached_property
     def adapted(self) -> CasePackets:
-        """Chunks in the adapter.
+        """Chunks as an engine serves them: in the adapter, or behind a sink token where there is none.
 
         Raises:
-            AdapterError: there is none, or it does not fit the model.
+            AdapterError: it does not fit the model.
         """
         return self.adapted_and(UNREDUCED)
 
     def adapted_and(self, reduction: Reduction) -> CasePackets:
-        """Chunks in the adapter, made smaller.
+        """The same, made smaller.
 
         Raises:
-            AdapterError: there is none, or it does not fit the model.
+            AdapterError: the adapter does not fit the model.
             UnsupportedModelError: the model's packets cannot be compressed like that.
         """
-        if self._adapter is None:
-            raise AdapterError("the method 'packet' needs an adapter; pass one, or measure 'plain' for bare chunks")
-        return CasePackets(PacketEncoder(self.backbone, self._adapter, reduction=reduction))
+        adapter = self._adapter or Adapter.empty(self.backbone.hidden_size)
+        sink = SINK if adapter.is_empty else 0
+        return CasePackets(PacketEncoder(self.backbone, adapter, sink, reduction=reduction))
 
     def bare_and(self, reduction: Reduction) -> CasePackets:
         """Chunks alone, made smaller.

@@ -54,7 +54,7 @@ def parse_method(text: str, bench: Bench) -> Method:
     Raises:
         KVPacketError: there is no such method; the known forms are listed.
         PacketError: there is no such press or way to quantise.
-        AdapterError: it is ``"packet"``, and the bench has no adapter or one that does not fit.
+        AdapterError: it is ``"packet"``, and the bench has an adapter that does not fit.
         UnsupportedModelError: the model does not let the method in.
     """
     if text in _FIXED:

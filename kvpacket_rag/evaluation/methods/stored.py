@@ -1,6 +1,7 @@
 """Chunks from packets with nothing recomputed: with an adapter, bare, or encoded behind sink tokens.
 
-Which of them it is depends on the encoder alone: *packet* has the trained adapter, *plain* concatenation an
+Which of them it is depends on the encoder alone: *packet* has the trained adapter, or what serving
+does without one, *plain* concatenation an
 empty one, and *legolink-0* an empty one with four sink tokens before each chunk (EPIC, arXiv 2410.15332).
 """
 
