@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_samples import ROW
+from dataset_samples import ROW, write_rows
 from transformers.utils import generic
 
 from kvpacket_rag import models, shipped
@@ -156,6 +156,20 @@ def test_an_adapter_of_no_run_is_replaced_only_by_force(
     assert "--force" in err
     assert _train(tmp_path, "--force") == 0 and path.read_bytes() != before
     assert _train(tmp_path) == 0
+
+
+def test_eval_warns_of_data_that_the_adapter_was_trained_on(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    files = []
+    for seed in (0, 1):
+        rows = [asdict(sample) for sample in open_dataset("niah", "train", limit=8, seed=seed)]
+        files.append(write_rows(tmp_path / f"{seed}.jsonl", rows))
+    assert _train(tmp_path / "run", "--data", str(files[0]), "--set", "steps=1") == 0
+    for seed, file in enumerate(files):
+        capsys.readouterr()
+        options = ["--data", str(file), "--limit", "1", "--max-new-tokens", "2", "--methods", "full,packet"]
+        options += ["--adapter", str(tmp_path / "run" / "adapter.safetensors"), "--out", str(tmp_path / f"out {seed}")]
+        assert main(["eval", *options]) == 0
+        assert (f"the adapter was trained on {file}" in capsys.readouterr().err) is (not seed)
 
 
 def test_data_sets_of_one_name_have_figures_of_their_own(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
