@@ -176,6 +176,7 @@ def test_equal_prompts_draw_equal_random_tokens(backbone: Backbone):
 
 def test_a_prompt_is_charged_in_full_whoever_read_its_packets_before(backbone: Backbone):
     cost, found = LayerCost.of(backbone), []
+    backbone.pool.drop_idle()
     for case in (make_case(backbone, chunks=1), make_case(backbone, chunks=1)):
         for _ in range(2):
             with prefilled(backbone, parse_method("plain", Bench(backbone)), case) as state:

@@ -223,7 +223,7 @@ def _variants(args: argparse.Namespace, engine: KVPacketEngine) -> list[Variant]
     from kvpacket_rag.shipped import check_adapter
 
     own = None if engine.encoder.adapter.is_empty else engine.encoder.adapter
-    methods = args.methods or [name for name in _DEFAULT_METHODS if own or name != "packet"]
+    methods = args.methods or _DEFAULT_METHODS
     further = {name: Adapter.load(file) for name, file in args.adapters}
     if len(further) < len(args.adapters):
         raise AdapterError("two of --adapters have one name; give each its own")
