@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shlex
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +36,9 @@ def foreign_fixture(tiny: None, backbone: Backbone, tmp_path: Path) -> Path:
     """An index that does not say what its vectors are of, as another framework leaves it."""
     with pipeline(backbone, tmp_path / "foreign") as rag:
         rag.add(documents())
+    with closing(sqlite3.connect(tmp_path / "foreign" / "index.sqlite")) as file:
+        file.execute("DELETE FROM settings WHERE key IN ('embedder', 'chunk_tokens')")
+        file.commit()
     return tmp_path / "foreign"
 
 
@@ -110,7 +115,9 @@ def test_the_readmes_commands_about_adapters_run_in_order(
 ):
     monkeypatch.setattr(models, "load_model", lambda *_: (backbone.model, backbone.tokenizer))
     for name in ("hotpotqa/train.jsonl", "hotpotqa/dev.jsonl", "musique/train.jsonl", "my_questions.jsonl"):
-        write_rows(tmp_path / name, [ROW | {"id": f"q{number}"} for number in range(4)])
+        write_rows(
+            tmp_path / name, [ROW | {"id": f"q{number}", "question": f"{name} {number}?"} for number in range(4)]
+        )
     monkeypatch.chdir(tmp_path)
     small = "header=2 rank=2 steps=1 batch_rows=1 max_chunks=2 questions=1".split()
     own = ["--adapter", "run/adapter.safetensors"]
