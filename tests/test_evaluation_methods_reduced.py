@@ -93,4 +93,4 @@ def test_records_of_another_adapter_are_not_taken_for_these(backbone: Backbone, 
 def _key_of(evaluation: Evaluation, backbone: Backbone, variant: Variant) -> str:
     case = make_case(backbone)
     sample = QASample("1", "Who?", ("Ada",), (), "niah")
-    return evaluation._key("niah", Question(sample, None, 4, case), PromptSettings(), variant)
+    return evaluation._key("niah", Question(sample, None, 4, 0, case), PromptSettings(), variant)

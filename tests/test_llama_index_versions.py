@@ -188,7 +188,7 @@ def test_a_refresh_that_is_cut_short_leaves_the_old_version_alone(reopen: Open, 
     build(reopen(), documents()[:1])
     store = reopen()
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(rows, "_delete", killed)
+        patch.setattr(rows.ChunkRows, "_delete", killed)
         index_over(store).refresh_ref_docs([Document(text=CHANGED, id_="d0")])
     assert texts(store) == known(store) == CHUNKS[:1]
 
