@@ -112,18 +112,23 @@ def test_repairing_settles_what_the_object_store_has(kv: Run, docs: Path, tmp_pa
     assert (code, json.loads(out)["chunks_without_packet"]) == (0, 0)
 
 
+def assert_deleted_apart(folder: Path) -> None:
+    """A document that two indexes hold leaves the bucket with the second one that deletes it."""
+    with KVPacketRAG.open(folder / "first") as rag:
+        rag.delete("d0")
+    assert len(objects(folder)) == 4
+    with KVPacketRAG.open(folder / "second") as rag:
+        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
+        rag.delete("d0")
+    assert len(objects(folder)) == 3 and len(objects(folder, "owned")) == 2 * 3
+
+
 def test_what_one_index_deletes_another_one_at_the_same_url_keeps(tiny: None, tmp_path: Path, url: str):
     for name in ("first", "second"):
         with KVPacketRAG.open(tmp_path / name, remote=url) as rag:
             rag.add(documents())
     assert len(objects(tmp_path)) == 4
-    with KVPacketRAG.open(tmp_path / "first") as rag:
-        rag.delete("d0")
-    assert len(objects(tmp_path)) == 4
-    with KVPacketRAG.open(tmp_path / "second") as rag:
-        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
-        rag.delete("d0")
-    assert len(objects(tmp_path)) == 3 and len(objects(tmp_path, "owned")) == 2 * 3
+    assert_deleted_apart(tmp_path)
 
 
 def test_indexes_that_were_moved_to_one_url_keep_what_the_other_deletes(tiny: None, tmp_path: Path, url: str):
@@ -132,10 +137,4 @@ def test_indexes_that_were_moved_to_one_url_keep_what_the_other_deletes(tiny: No
             rag.add(documents())
     for name in ("first", "second"):
         KVPacketRAG.open(tmp_path / name, remote=url).close()
-    with KVPacketRAG.open(tmp_path / "first") as rag:
-        rag.delete("d0")
-    assert len(objects(tmp_path)) == 4
-    with KVPacketRAG.open(tmp_path / "second") as rag:
-        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
-        rag.delete("d0")
-    assert len(objects(tmp_path)) == 3 and len(objects(tmp_path, "owned")) == 2 * 3
+    assert_deleted_apart(tmp_path)

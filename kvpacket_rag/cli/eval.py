@@ -188,14 +188,11 @@ def _named_file(text: str) -> tuple[str, Path]:
 
 def _open_sets(args: argparse.Namespace, seed: int) -> dict[str, list[QASample]]:
     """Samples by the name of their data set; where two would have one name, what was typed is the name."""
-    from kvpacket_rag.datasets import open_dataset
+    from kvpacket_rag.datasets.catalogue import names_apart, open_dataset
 
-    opened = {typed: open_dataset(typed, args.split, seed=seed, limit=args.limit) for typed in args.data}
-    domains = [samples[0].domain for samples in opened.values()]
-    return {
-        samples[0].domain if domains.count(samples[0].domain) == 1 else typed: samples
-        for typed, samples in opened.items()
-    }
+    typed = dict.fromkeys(args.data)
+    opened = [(name, open_dataset(name, args.split, seed=seed, limit=args.limit)) for name in typed]
+    return {name: samples for name, (_, samples) in zip(names_apart(opened), opened, strict=True)}
 
 
 def _load(args: argparse.Namespace) -> KVPacketEngine:
