@@ -216,7 +216,11 @@ class PacketIndex:
 
     def faults(self) -> list[str]:
         """What SQLite finds wrong with the file's structure and its own indexes, and damaged settings."""
-        return self._rows.file.faults() + [f"setting {key!r} is damaged" for key in self._settings.damaged()]
+        return self._rows.file.faults() + [f"setting {key!r} is damaged" for key in self.damaged_settings()]
+
+    def damaged_settings(self) -> list[str]:
+        """Keys of what the index says of itself that are not what was written."""
+        return self._settings.damaged()
 
     def mend(self) -> None:
         """Make SQLite's indexes anew from the tables; of rows that claim one key, damaged ones go."""

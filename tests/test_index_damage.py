@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import random
 import sqlite3
 from pathlib import Path
@@ -11,12 +12,14 @@ from typing import Any
 import numpy as np
 import pytest
 from pipeline_samples import documents, pipeline
+from test_store import make_packet
 
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.cli import main
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.errors import KVPacketError, StoreError, StoreFormatError
 from kvpacket_rag.index import FILE_NAME, PacketIndex
+from kvpacket_rag.store import DiskStore
 
 NUMBER = 6
 CHUNKS = [Chunk(f"c{n}", f"text {n} of the harbour office", f"d{n // 2}", {"page": n}) for n in range(NUMBER)]
@@ -110,6 +113,29 @@ def test_damaged_settings_are_refused_and_told_by_check(
         PacketIndex.open(folder)
     assert main(["check", str(folder)]) == 3
     assert "setting 'chunk_token" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("key", ["unsettled", "deleting", "remote", "owner_prefix_in_folder"])
+def test_whatever_setting_is_damaged_packets_are_verified_and_rows_left(
+    folder: Path, key: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with contextlib.closing(PacketIndex.open(folder)) as index:
+        index.set_setting(key, "{}")
+        rows = len(index)
+    with contextlib.closing(DiskStore(folder)) as store:
+        store.put(make_packet(1), "text", "owner")
+        path = store._folder.path_of(make_packet(1).packet_id)
+    path.write_bytes(path.read_bytes()[:-1] + b"!")
+    statement(folder, f"UPDATE settings SET value = '[]' WHERE key = '{key}'")
+    for more in ([], ["--repair"]):
+        assert main(["check", str(folder), "--json", *more]) == 3
+        found = json.loads(capsys.readouterr().out)
+        assert found["faults_of_index"] == [f"setting {key!r} is damaged"]
+        assert list(found["damaged_packets"]) == [make_packet(1).packet_id]
+        assert ("move the folder away" in found["verdict"]) == bool(more)
+    assert not path.exists()  # set aside
+    with contextlib.closing(PacketIndex.open(folder, load=False)) as index:
+        assert sum(1 for _ in index.rows()) == rows
 
 
 @pytest.mark.parametrize("rounds", [100, pytest.param(1000, marks=pytest.mark.slow)])

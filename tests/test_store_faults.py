@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -61,6 +62,17 @@ index.close()
 store.close()
 """
 
+READ_ONLY_IN_PART = """
+give_up_rights()
+store, is_there = DiskStore(root), (root / "packets").exists()
+assert (one in store) == is_there and len(store) == 2 and store.state().disorder.missing == 2 * (not is_there)
+if is_there:
+    assert same(store.get(one, SIGNATURE), make_packet(1))
+else:
+    refused(lambda: store.get(one, SIGNATURE), "is missing")
+refused(lambda: DiskStore(root / "new"), "cannot be created")
+"""
+
 FOLLOWS = """
 give_up_rights()
 store, index = DiskStore(root), PacketIndex.open(root)
@@ -75,9 +87,9 @@ store = DiskStore(root)
 store.get(one, SIGNATURE)
 soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
 resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) - 1, hard))
-refused(lambda: store.get(one, SIGNATURE), "cannot be")
-refused(lambda: store.put(make_packet(3), "text 3"), "cannot be", "Too many open files")
-refused(lambda: DiskStore(root), "cannot be", "check the permissions")
+refused(lambda: store.get(one, SIGNATURE), "raise ulimit -n")
+refused(lambda: store.put(make_packet(3), "text 3"), "raise ulimit -n", "(ulimit -n)")
+refused(lambda: DiskStore(root), "raise ulimit -n", "(ulimit -n)")
 refused(lambda: PacketIndex.open(root), "files may still be opened")
 resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
 assert same(store.get(one, SIGNATURE), make_packet(1)) and packet_id([3], SIGNATURE) not in store
@@ -149,6 +161,14 @@ def test_a_folder_that_cannot_be_written_is_read(root: Path) -> None:
     lock(root)
     run(READ_ONLY, root)
     assert before == {path: path.read_bytes() for path in root.rglob("*") if path.is_file()}
+
+
+@unix
+@pytest.mark.parametrize("missing", ["quarantine", "packets"])
+def test_a_folder_that_cannot_be_written_and_lacks_a_part_is_read(root: Path, missing: str) -> None:
+    shutil.rmtree(root / missing)
+    lock(root)
+    run(READ_ONLY_IN_PART, root)
 
 
 @unix

@@ -84,9 +84,11 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
         index = None
         if os.path.lexists(folder / INDEX_FILE):
             index = opened.enter_context(closing(PacketIndex.open(folder, load=False)))
-        remote = index.get_setting("remote") if index is not None else None
+        is_known = index is None or not index.damaged_settings()
+        remote = index.get_setting("remote") if index is not None and is_known else None
         store = opened.enter_context(closing(open_store(folder, remote, sweep=False)))
-        found: dict[str, Any] = _check_index(index, store, repair) if index is not None else {}
+        # without what it says of itself, an index cannot tell which packets are its own: its rows stay as they are
+        found: dict[str, Any] = _check_index(index, store, repair and is_known) if index is not None else {}
         packets = store.check(repair=repair, progress=_Percent())
         is_left = index is not None and bool(index.faults() or index.damaged())
     found |= _told(packets)
@@ -100,7 +102,7 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
     from kvpacket_rag.journal import OwnerJournal
 
     faults, damaged, journal = index.faults(), index.damaged(), OwnerJournal(index, store)
-    unsettled = journal.documents()
+    unsettled = [] if index.damaged_settings() else journal.documents()
     if repair:
         index.mend()
         journal.settle(unsettled)

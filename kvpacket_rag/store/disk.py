@@ -16,7 +16,7 @@ from kvpacket_rag.store.check import StoreCheck, StoreState, check, state
 from kvpacket_rag.store.eviction import Eviction, require_eviction
 from kvpacket_rag.store.folder import StoreFolder
 from kvpacket_rag.store.metrics import MissReason, StoreMetrics, Tier
-from kvpacket_rag.store.packet_file import FileStamp, packet_parts, read_packet
+from kvpacket_rag.store.packet_file import FileStamp, packet_parts, read_packet, remedy
 from kvpacket_rag.store.protocol import KnownChunk, is_packet_id, require_byte_cap, require_packet_id
 from kvpacket_rag.store.read_ahead import read_ahead
 from kvpacket_rag.store.reads import Reads
@@ -271,7 +271,7 @@ class DiskStore:
             told = f"packet {packet_id!r} is damaged: {error}; its file was set aside, encode the chunk again"
             raise PacketCorruptError(told) from error
         except OSError as error:
-            raise StoreError(f"packet file {str(path)!r} cannot be read: {error}; check the permissions") from error
+            raise StoreError(f"packet file {str(path)!r} cannot be read: {error}; {remedy(error)}") from error
         if settled:
             self._reads.verified(packet_id, stamp)
         self.metrics.count(loads=1, bytes_loaded=stamp.size_bytes, verifications=int(verify))

@@ -13,13 +13,15 @@ from pathlib import Path
 
 from kvpacket_rag.database import require_plain
 from kvpacket_rag.errors import StoreError, StoreFullError
-from kvpacket_rag.store.packet_file import FileStamp
+from kvpacket_rag.store.packet_file import FileStamp, remedy
 from kvpacket_rag.store.protocol import require_packet_id
 
 _SHARD = re.compile(r"[0-9a-f]{2}")
 _PACKET_FILE = re.compile(r"([0-9a-f]{64})\.safetensors")
 _TEMPORARY_FILE = re.compile(r"\.[0-9a-f]{64}\.[0-9a-f]{16}\.tmp")
+CATALOGUE = "packets.sqlite"
 _FULL = {errno.ENOSPC, errno.EDQUOT}
+_READ_ONLY = {errno.EROFS, errno.EACCES, errno.EPERM}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,16 +52,26 @@ class StoreFolder:
         self.packets = root / "packets"
         self.quarantine = root / "quarantine"
         try:
-            for folder in (root, self.packets, self.quarantine):
-                folder.mkdir(parents=True, exist_ok=True)
-                if folder is not root and folder.is_symlink():
-                    raise StoreError(
-                        f"{str(folder)!r} is a link; a store keeps its own files, so link its whole folder"
-                    )
+            root.mkdir(parents=True, exist_ok=True)
+            for folder in (self.packets, self.quarantine):
+                self._provide(folder)
         except (FileExistsError, NotADirectoryError) as error:
             raise StoreError(f"{str(root)!r} cannot be a store: {error.filename!r} is a file; name a folder") from error
         except OSError as error:
-            raise StoreError(f"the store {str(root)!r} cannot be created: {error}; check the permissions") from error
+            raise StoreError(f"the store {str(root)!r} cannot be created: {error}; {remedy(error)}") from error
+
+    def _provide(self, folder: Path) -> None:
+        """Make one of its folders; where a store that is there cannot be written, one that is missing is empty."""
+        try:
+            folder.mkdir(exist_ok=True)
+        except FileExistsError:
+            if not folder.is_symlink():
+                raise
+        except OSError as error:
+            if error.errno not in _READ_ONLY or not (self.root / CATALOGUE).exists():
+                raise
+        if folder.is_symlink():
+            raise StoreError(f"{str(folder)!r} is a link; a store keeps its own files, so link its whole folder")
 
     def catalogue(self) -> Path:
         """Where the catalogue lies.
@@ -68,7 +80,7 @@ class StoreFolder:
             StoreError: it is no plain file; or it is gone or empty, and a new one would have the packet files beside it
                 deleted.
         """
-        path = self.root / "packets.sqlite"
+        path = self.root / CATALOGUE
         require_plain(path)
         if not _has_content(path) and self.contents().packets and not _has_content(path):
             raise StoreError(
@@ -174,18 +186,16 @@ class StoreFolder:
         """
         found = FolderContents()
         try:
-            for shard in os.scandir(self.packets):
+            for shard in _entries(self.packets):
                 if not _SHARD.fullmatch(shard.name):
                     continue
                 if shard.is_symlink():
                     found.strays.append(Path(shard.path))
                 elif shard.is_dir():
                     _list(shard.path, found.packets, found.strays, shard.name)
-            _list(str(self.quarantine), found.quarantined, found.strays)
+            _list(self.quarantine, found.quarantined, found.strays)
         except OSError as error:
-            raise StoreError(
-                f"the store {str(self.root)!r} cannot be listed: {error}; check the permissions"
-            ) from error
+            raise StoreError(f"the store {str(self.root)!r} cannot be listed: {error}; {remedy(error)}") from error
         return found
 
     def clear(self, stray: Path) -> None:
@@ -205,7 +215,8 @@ class StoreFolder:
                 "free some room, or open the store with max_bytes"
             )
         return StoreError(
-            f"the file of packet {packet_id!r} cannot be changed in {str(self.root)!r}: {error}; make it writable"
+            f"the file of packet {packet_id!r} cannot be changed in {str(self.root)!r}: {error}; "
+            f"{remedy(error, 'make it writable')}"
         )
 
 
@@ -213,8 +224,17 @@ def _has_content(path: Path) -> bool:
     return path.is_file() and path.stat().st_size > 0
 
 
-def _list(folder: str, packets: set[str], strays: list[Path], beginning: str = "") -> None:
-    for entry in os.scandir(folder):
+def _entries(folder: str | Path) -> list[os.DirEntry[str]]:
+    """What lies in a folder; nothing in one that is not there."""
+    try:
+        with os.scandir(folder) as entries:
+            return list(entries)
+    except FileNotFoundError:
+        return []
+
+
+def _list(folder: str | Path, packets: set[str], strays: list[Path], beginning: str = "") -> None:
+    for entry in _entries(folder):
         packet_file = _PACKET_FILE.fullmatch(entry.name)
         if packet_file and entry.name.startswith(beginning):
             packets.add(packet_file.group(1))

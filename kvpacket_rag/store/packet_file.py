@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -32,6 +33,7 @@ _DTYPE_NAMES = {
 _METADATA_KEYS = {"format_version", "packet_id", "signature", "span", "num_tokens", "sha256"}
 _MAX_HEADER_BYTES = 1 << 20  # ours take about 2 kB; a forged length must not make the reader allocate
 _ALIGNMENT = 64
+_TOO_MANY = {errno.EMFILE, errno.ENFILE}
 _SETTLED_NS = 100_000_000  # file times move in ticks of up to 10 ms; within one, a second write would not show
 
 
@@ -132,12 +134,20 @@ def read_packet(path: Path, packet_id: str, signature: PacketSignature, *, verif
         return _packet_of(metadata, signature, tensors, verify)
     except FileNotFoundError:
         if os.path.lexists(path):  # the library reports every failure to open as a missing file
-            raise StoreError(f"packet file {str(path)!r} cannot be opened; check permissions and open files") from None
+            raise StoreError(
+                f"packet file {str(path)!r} cannot be opened; check the permissions and the open files (ulimit -n)"
+            ) from None
         raise
     except SafetensorError as error:
         raise PacketCorruptError(f"it is no whole safetensors file ({error})") from error
     except (OSError, RuntimeError) as error:
-        raise StoreError(f"packet file {str(path)!r} cannot be read: {error}") from error
+        advice = remedy(error) if isinstance(error, OSError) else "check the disk and free memory"
+        raise StoreError(f"packet file {str(path)!r} cannot be read: {error}; {advice}") from error
+
+
+def remedy(error: OSError, otherwise: str = "check the permissions") -> str:
+    """What to do about what the system refused."""
+    return "too many files are open: raise ulimit -n, or close stores" if error.errno in _TOO_MANY else otherwise
 
 
 def _require_sane_header(path: Path) -> None:
