@@ -18,6 +18,7 @@ from torch import Tensor
 
 from kvpacket_rag.compress.quantized import QuantizedTensor
 from kvpacket_rag.errors import PacketError
+from kvpacket_rag.fused import in_threads
 from kvpacket_rag.packet import Packet
 from kvpacket_rag.rope import RotaryPlan, Rotation, realign_into
 
@@ -89,15 +90,22 @@ class Context:
         Raises:
             PacketError: the packet's shapes are not those of the plan.
         """
-        groups = packet.groups
-        check_shapes(groups, self.plan, packet.packet_id)
+        check_shapes(packet.groups, self.plan, packet.packet_id)
         place = self.reserve(packet.num_slots, packet.span)
-        for buffer, stored, group in zip(self.buffers, groups, self.plan.groups, strict=True):
-            target = buffer[:, row, :, place.slot : place.slot + place.num_tokens]
-            if isinstance(stored, QuantizedTensor):
-                _restore_into(target, stored, group.rotation, place.position)
-            else:
-                realign_into(target, _bring(stored, target.device), group.rotation, place.position)
+        slots = slice(place.slot, place.slot + place.num_tokens)
+        tensors = [stored for stored in packet.groups if isinstance(stored, Tensor)]
+
+        def lay(part: int, parts: int) -> None:
+            for buffer, stored, group in zip(self.buffers, packet.groups, self.plan.groups, strict=True):
+                layers = slice(len(buffer) * part // parts, len(buffer) * (part + 1) // parts)
+                target = buffer[layers, row, :, slots]
+                if isinstance(stored, QuantizedTensor):
+                    _restore_into(target, stored, group.rotation, place.position)
+                else:
+                    realign_into(target, _bring(stored[layers], target.device), group.rotation, place.position)
+
+        on_host = self.buffers[0].device.type == "cpu" and len(tensors) == len(packet.groups)
+        in_threads(lay, sum(tensor.nbytes for tensor in tensors) if on_host else 0)
         return place
 
     def row(self, number: int, start: int) -> Context:

@@ -5,24 +5,24 @@ below touches each number once and so runs at the speed of a memory copy. ``rope
 and does the same work by torch where it does not apply: without numba, on other devices, in other
 number formats. bfloat16 is handled by its bits, the upper half of a float32's.
 
-What is only copied goes by the same threads. torch's own wait for more work for about 3 ms after
-each of its copies, without giving way, and so would take a core from the next turn.
+What is only copied goes by the same threads, see :func:`in_threads`. torch's own wait for more work for
+about 3 ms after each of its copies, without giving way, and so would take a core from the next turn.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
 import os
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor
 
-_MIN_BYTES_A_THREAD = 1 << 20  # below, waking a thread takes longer than the work
+_Loops = Mapping[str, Callable[..., None]]
+_MIN_BYTES_A_THREAD = 16 << 20  # a millisecond of one thread's work; a system under load may take as long to wake one
+_MIN_BYTES_STREAMED = 1 << 20  # of a tensor; below, a context may lie in the caches and is read from there
 
 
 def realign_into(target: Tensor, source: Tensor, layout: str, start: int, turn: tuple[Tensor, Tensor]) -> bool:
@@ -40,20 +40,16 @@ def realign_into(target: Tensor, source: Tensor, layout: str, start: int, turn: 
     """
     if not (_fits(target) and _fits(source)):
         return False
-    loop = _loops().get(layout)
+    cos, sin = (part.numpy() for part in turn)
+    loop = _loop(layout, target, start, len(cos))
     if loop is None:
         return False
-    cos, sin = (part.numpy() for part in turn)
-    _in_threads(
-        target,
-        source,
-        lambda out, block: loop(*_flat(out), *_flat(block), tuple(block.shape[:3]), start, cos, sin),
-    )
+    loop(*_flat(target), *_flat(source), tuple(target.shape[:3]), start, cos, sin)
     return True
 
 
 def copy_into(target: Tensor, source: Tensor) -> bool:
-    """Copy ``source`` into ``target`` by several threads if there are some to use; else do nothing.
+    """Copy ``source`` into ``target`` if a compiled loop fits; else do nothing.
 
     Args:
         target: (layers, heads, tokens, width), channels side by side, any other strides.
@@ -62,25 +58,42 @@ def copy_into(target: Tensor, source: Tensor) -> bool:
     Returns:
         Whether it was done.
     """
-    if not (_fits(target) and _fits(source)) or target.dtype != source.dtype or _workers(source) == 1:
+    if not (_fits(target) and _fits(source)) or target.dtype != source.dtype:
         return False
-    _in_threads(target, source, lambda out, block: np.copyto(_array(out), _array(block)))
+    loop = _loop("copy", target, 0, target.shape[3])
+    if loop is None:
+        return False
+    loop(*_flat(target), *_flat(source), tuple(target.shape))
     return True
 
 
-def _workers(source: Tensor) -> int:
-    return max(1, min(torch.get_num_threads(), source.nbytes // _MIN_BYTES_A_THREAD, len(source)))
+def in_threads(work: Callable[[int, int], None], num_bytes: int) -> None:
+    """Call ``work(part, parts)`` for every part of some bytes, by several threads where that pays.
 
+    Each takes the next part that is left, so a thread that the system is slow to wake costs nothing.
+    """
+    threads = max(1, min(torch.get_num_threads(), num_bytes // _MIN_BYTES_A_THREAD)) if _loops()[0] else 1
+    left = iter(range(threads))
 
-def _in_threads(target: Tensor, source: Tensor, work: Callable[[Tensor, Tensor], None]) -> None:
-    """Do the work on parts of the first axis at once."""
-    workers = _workers(source)
-    bounds = [len(source) * number // workers for number in range(workers + 1)]
-    parts = [(target[lo:hi], source[lo:hi]) for lo, hi in itertools.pairwise(bounds)]
-    others = [_threads().submit(work, *part) for part in parts[1:]]
-    work(*parts[0])
+    def take() -> None:
+        for part in left:
+            work(part, threads)
+
+    others = [_threads().submit(take) for _ in range(threads - 1)]
+    take()
     for other in others:
-        other.result()
+        if not other.cancel():
+            other.result()
+
+
+def _loop(name: str, target: Tensor, start: int, length: int) -> Callable[..., None] | None:
+    """The compiled loop: one that writes past the caches where the target is large and its places are whole vectors."""
+    ordinary, streaming, lanes = _loops()
+    places = (*target.stride()[:3], start, length)
+    fits = lanes and not any(place % lanes for place in places) and target.data_ptr() % (lanes * target.itemsize) == 0
+    if fits and target.nbytes >= _MIN_BYTES_STREAMED and name in streaming:
+        return streaming[name]
+    return ordinary.get(name)
 
 
 def _fits(tensor: Tensor) -> bool:
@@ -108,10 +121,10 @@ os.register_at_fork(after_in_child=_threads.cache_clear)  # threads do not live 
 
 
 @functools.cache
-def _loops() -> Mapping[str, Callable[..., None]]:
-    """The compiled loops by layout; none without numba."""
+def _loops() -> tuple[_Loops, _Loops, int]:
+    """The compiled loops, those that write past the caches, and how many numbers these take at once; else nothing."""
     try:
-        from kvpacket_rag.fused_loops import LOOPS
+        from kvpacket_rag import fused_loops, fused_stream
     except ImportError:
-        return {}
-    return LOOPS
+        return {}, {}, 0
+    return fused_loops.LOOPS, fused_stream.LOOPS, fused_stream.LANES

@@ -15,7 +15,7 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-_compiled = njit(nogil=True, cache=True, fastmath={"contract"})  # contract: one rounding for a product and its sum
+compiled = njit(nogil=True, cache=True, fastmath={"contract"})  # contract: one rounding for a product and its sum
 
 
 def _widen(number: Any) -> Any:
@@ -47,7 +47,7 @@ def _round(value: Any, like: Any) -> Any:
     return np.uint16(rounded) if value == value else np.uint16(0x7FC0)  # what is no number stays none
 
 
-@_compiled
+@compiled
 def turn_half(target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any) -> None:
     """Turn pairs of channels k and k + n; ``out`` and ``into`` are the strides of (layers, heads, tokens)."""
     pairs = np.uintp(cos.shape[0])
@@ -62,7 +62,7 @@ def turn_half(target: Any, out: Any, source: Any, into: Any, shape: Any, start: 
                     target[write + pairs + k] = _narrow(second * cos[k] + first * sin[k], target[0])
 
 
-@_compiled
+@compiled
 def turn_interleaved(target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any) -> None:
     """Turn pairs of channels 2k and 2k + 1; arguments as of :func:`turn_half`."""
     pairs, two = np.uintp(cos.shape[0]), np.uintp(2)
@@ -77,4 +77,17 @@ def turn_interleaved(target: Any, out: Any, source: Any, into: Any, shape: Any, 
                     target[write + two * k + np.uintp(1)] = _narrow(second * cos[k] + first * sin[k], target[0])
 
 
-LOOPS: dict[str, Callable[..., None]] = {"half": turn_half, "interleaved": turn_interleaved}
+@compiled
+def copy(target: Any, out: Any, source: Any, into: Any, shape: Any) -> None:
+    """Copy ``shape`` (layers, heads, tokens, width); ``out`` and ``into`` are the strides of all but the width."""
+    width = np.uintp(shape[3])
+    for layer in range(shape[0]):
+        for head in range(shape[1]):
+            for token in range(shape[2]):
+                read = np.uintp(layer * into[0] + head * into[1] + token * into[2])
+                write = np.uintp(layer * out[0] + head * out[1] + token * out[2])
+                for k in range(width):
+                    target[write + k] = source[read + k]
+
+
+LOOPS: dict[str, Callable[..., None]] = {"half": turn_half, "interleaved": turn_interleaved, "copy": copy}

@@ -9,7 +9,9 @@ import torch
 from torch import Tensor
 
 from kvpacket_rag import fused
-from kvpacket_rag.rope import Layout, Rotation, realign, realign_into
+from kvpacket_rag.assemble import ContextPool
+from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.rope import Layout, RotaryPlan, Rotation, TensorGroup, realign, realign_into
 
 pytest.importorskip("numba")
 
@@ -53,22 +55,78 @@ def test_bfloat16_is_rounded_to_nearest_with_ties_to_even():
     assert torch.equal(target, (source.float() * factor).bfloat16())
 
 
-def test_several_threads_write_what_one_writes(monkeypatch):
-    rotation, source = Rotation("half", 0, FREQUENCIES), torch.randn(5, 2, 11, 18)
-    alone = realign(source, rotation, 60)
-    monkeypatch.setattr(fused, "_MIN_BYTES_A_THREAD", 1)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_writing_past_the_caches_is_the_same_but_for_the_last_rounding(dtype: torch.dtype, monkeypatch):
+    rotation = Rotation("half", 0, tuple(10000 ** (-k / 32) for k in range(32)))
+    source = torch.randn(3, 2, 17, 64, generator=torch.Generator().manual_seed(3)).to(dtype)
+    source[0, 0, 0, :3] = torch.tensor([torch.nan, torch.inf, -0.0])
+    buffers = torch.zeros(2, 3, 1, 2, 40, 64, dtype=dtype)
+    turn = rotation.turn(501, torch.float32, torch.device("cpu"))
+    for buffer, least in zip(buffers, (1 << 40, 1), strict=True):
+        monkeypatch.setattr(fused, "_MIN_BYTES_STREAMED", least)
+        assert fused.realign_into(buffer[:, 0, :, 9:26], source, "half", 0, turn)
+    tolerance = {torch.float32: 2e-7, torch.bfloat16: 2**-7}[dtype]
+    torch.testing.assert_close(buffers[1], buffers[0], rtol=tolerance, atol=tolerance, equal_nan=True)
+    assert fused.copy_into(buffers[1][:, 0, :, 9:26], source)
+    assert torch.equal(buffers[1][:, 0, :, 9:26].nan_to_num(), source.nan_to_num())
+    assert not buffers[1][..., :9, :].any() and not buffers[1][..., 26:, :].any()
+
+
+@pytest.mark.parametrize(
+    ("width", "first", "start"), [(64, 0, 0), (64, 1, 0), (64, 9, 8), (48, 9, 0), (80, 9, 0), (23, 9, 2)]
+)
+def test_only_what_fits_whole_vectors_is_written_past_the_caches(width, first, start, monkeypatch):
+    """Odd beginnings, widths and rotary parts give what torch gives."""
+    monkeypatch.setattr(fused, "_MIN_BYTES_STREAMED", 1)
+    pairs = (width - start) // 2
+    rotation = Rotation("half", start, tuple(10000 ** (-k / pairs) for k in range(pairs)))
+    memory = torch.zeros(3 * 2 * 40 * width + 64)
+    buffer = memory[first : first + 3 * 2 * 40 * width].view(3, 2, 40, width)
+    source = torch.randn(3, 2, 17, width, generator=torch.Generator().manual_seed(4))
+    realign_into(buffer[:, :, 9:26], source, rotation, 501)
+    torch.testing.assert_close(buffer[:, :, 9:26], by_torch(source, rotation, 501, monkeypatch), rtol=1e-5, atol=1e-6)
+    realign_into(buffer[:, :, 9:26], source, None, 501)
+    assert torch.equal(buffer[:, :, 9:26], source) and not buffer[:, :, 26:].any()
+
+
+@pytest.mark.parametrize("threads", [1, 3])
+def test_several_threads_do_every_part_once(threads: int, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    done: list[tuple[int, int]] = []
+    fused.in_threads(lambda part, parts: done.append((part, parts)), 1 << 40)
+    assert sorted(done) == [(part, threads) for part in range(threads)]
+    fused.in_threads(lambda part, parts: done.append((part, parts)), 1 << 10)
+    assert done[threads:] == [(0, 1)]  # a few bytes are no work for two
+
+
+def test_what_a_thread_raises_is_raised(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert torch.equal(realign(source, rotation, 60), alone)
+    for bad in range(3):
+        with pytest.raises(ZeroDivisionError):
+            fused.in_threads(lambda part, _, bad=bad: 1 // (part - bad), 1 << 40)
+
+
+def test_several_threads_lay_out_what_one_does(monkeypatch):
+    kinds = (("keys", Rotation("half", 0, FREQUENCIES)), ("values", None))
+    plan = RotaryPlan(tuple(TensorGroup(name, tuple(range(5)), 2, 18, True, turn) for name, turn in kinds), 100)
+    tensors = tuple(torch.randn(5, 2, 11, 18) for _ in range(2))
+    packet = Packet("test", PacketSignature("w", "t", "none", plan.digest, "float32"), tensors, 11, 11)
+    contexts = []
+    for threads in (1, 3):
+        monkeypatch.setattr(fused, "_MIN_BYTES_A_THREAD", 1)
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        contexts.append(ContextPool(plan, torch.float32, torch.device("cpu")).take(20))
+        contexts[-1].reserve(4)
+        place = contexts[-1].place(packet)
+    for alone, shared in zip(*(context.extract(place) for context in contexts), strict=True):
+        assert torch.equal(alone, shared)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_what_is_only_copied_goes_by_the_same_threads(dtype: torch.dtype, monkeypatch):
+def test_what_is_only_copied_is_not_left_to_torch(dtype: torch.dtype, monkeypatch):
     source = torch.randn(5, 2, 11, 18).to(dtype)
     buffer = torch.zeros(5, 1, 2, 40, 18, dtype=dtype)
     target = buffer[:, 0, :, 9:20]
-    assert not fused.copy_into(target, source)  # a few bytes are no work for two
-    monkeypatch.setattr(fused, "_MIN_BYTES_A_THREAD", 1)
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(torch.Tensor, "copy_", lambda *_: pytest.fail("torch copied"))
     for rotation, shift in ((None, 60), (Rotation("half", 0, FREQUENCIES), 0)):
         target.zero_()
