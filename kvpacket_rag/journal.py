@@ -107,9 +107,9 @@ class OwnerJournal:
     def _read(self, key: str = _SETTING) -> dict[str, list[str]]:
         try:
             noted: dict[str, list[str]] = json.loads(self._index.get_setting(key) or "{}")
-            if not all(isinstance(ids, list) for ids in noted.values()):
+            if not all(isinstance(ids, list) and all(isinstance(one, str) for one in ids) for ids in noted.values()):
                 raise ValueError("no lists of ids")
-        except (ValueError, AttributeError) as error:
+        except (ValueError, AttributeError, RecursionError) as error:
             raise StoreError(
                 f"the journal of the index is damaged ({error}); move the folder away and ingest the documents again"
             ) from error
