@@ -17,7 +17,6 @@ from llama_index.core.base.llms.types import (
 )
 from llama_index.core.llms.callbacks import llm_chat_callback, llm_completion_callback
 
-from llama_index_kvpacket.configuration import ConfiguredLLM
 from llama_index_kvpacket.request import Prompt, Request
 from llama_index_kvpacket.responses import (
     SharedStream,
@@ -28,9 +27,10 @@ from llama_index_kvpacket.responses import (
     completion_response,
     responses,
 )
+from llama_index_kvpacket.structured import StructuredAnswers
 
 
-class KVPacketLLM(ConfiguredLLM):
+class KVPacketLLM(StructuredAnswers):
     """A language model that reads no chunk it has a packet of.
 
     Chunks that the engine's store knows are found in whatever prompt LlamaIndex builds, so query
