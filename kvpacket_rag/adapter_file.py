@@ -55,6 +55,8 @@ def load(path: str | Path) -> tuple[dict[str, Tensor], dict[str, str]]:
     Raises:
         AdapterError: no such file, or it is no adapter of this format.
     """
+    if os.path.exists(path) and not os.path.isfile(path):  # a pipe would be waited for
+        raise AdapterError(f"{path} is a folder, a pipe or a device; expected the file of an adapter")
     try:
         with safe_open(path, framework="pt", device="cpu") as file:
             about = file.metadata() or {}

@@ -33,9 +33,9 @@ ADVICE: dict[str, tuple[type[StoreError], str]] = {
     ),
     "SQLITE_FULL": (StoreFullError, "make room on the disk and repeat the change; nothing of it was kept"),
     "SQLITE_BUSY": (StoreError, "another process keeps writing to it; try again when that has ended"),
-    "SQLITE_READONLY": (StoreError, "make the file and its folder writable"),
+    "SQLITE_READONLY": (StoreError, "make the file and its folder writable, and see that the disk has room"),
     "SQLITE_CANTOPEN": (StoreError, "make the folder writable, and see that files may still be opened (ulimit -n)"),
-    "SQLITE_IOERR": (StoreError, "the disk failed; nothing of this change was kept"),
+    "SQLITE_IOERR": (StoreError, "nothing of this change was kept; see that the disk works and has room (ulimit -f)"),
 }
 _NEEDS = (
     "has no locks or no shared memory, by which processes take turns; use a local disk, or, from one machine at a "

@@ -77,6 +77,14 @@ OLD = PARTS | {
 }
 
 
+@pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs pipes")
+def test_a_pipe_in_place_of_an_adapter_is_not_waited_for(tmp_path: Path):
+    os.mkfifo(tmp_path / "adapter.safetensors")
+    for place in (tmp_path / "adapter.safetensors", tmp_path):
+        with pytest.raises(AdapterError, match="a folder, a pipe or a device"):
+            Adapter.load(place)
+
+
 @pytest.mark.parametrize("content", [PARTS | {"train_config": {}}, OLD])
 def test_both_generations_of_the_papers_files_are_read(tmp_path: Path, content: dict[str, Any]):
     leaf = {k: v.requires_grad_(True) if isinstance(v, torch.Tensor) else v for k, v in content.items()}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +28,24 @@ def test_inspect_tells_what_an_index_holds_without_loading_a_model(kv: Run, inde
     assert found["documents_listed"] == {str(docs / f"{n}.txt"): 1 for n in range(4)}
     code, out, _ = kv("inspect", index, "--documents")
     assert code == 0 and f"     1  {docs / '0.txt'}" in out and "model" in out
+
+
+@pytest.mark.parametrize("damage", ["'no signature'", "CAST(x'ff' AS TEXT)", "'[]'"])
+def test_inspect_shows_a_damaged_signature_as_such(kv: Run, index: Path, damage: str):
+    with closing(sqlite3.connect(index / "packets.sqlite")) as db:
+        db.execute(f"UPDATE packets SET signature = {damage}")
+        db.commit()
+    code, out, err = kv("inspect", index, "--json")
+    assert code == 0 and "damaged" in json.loads(out)["signatures"][0], err
+    assert json.loads(out)["signatures"][0]["packets"] == 4
+
+
+def test_inspect_names_what_to_do_about_damaged_counts(kv: Run, index: Path):
+    with closing(sqlite3.connect(index / "packets.sqlite")) as db:
+        db.execute("UPDATE totals SET stored = -1")
+        db.commit()
+    code, _, err = kv("inspect", index)
+    assert code == 1 and "counts" in err and "check DIR --repair" in err
 
 
 def test_inspect_proves_a_packet_whole_or_says_what_is_wrong(kv: Run, index: Path):

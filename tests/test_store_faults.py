@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import shutil
@@ -241,6 +242,21 @@ def test_a_request_is_answered_though_no_packet_can_be_read(
     assert all(os.strerror(number) in miss.reason for miss in after.usage.misses)
     assert engine.generate(prompt).usage.misses == () and engine.store.check().is_sound  # type: ignore[attr-defined]
     engine.close()
+
+
+def test_closing_does_not_fail_because_what_was_used_cannot_be_noted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    with contextlib.closing(DiskStore(tmp_path)) as store:
+        store.put(make_packet(1), "text")
+    store = DiskStore(tmp_path)
+    store.get(packet_id([1], SIGNATURE), SIGNATURE)
+
+    def refuse(*_: object) -> None:
+        raise StoreFullError("no room")
+
+    monkeypatch.setattr("kvpacket_rag.store.changes.CatalogueChanges.touch", refuse)
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        len(store)
 
 
 def test_a_clock_that_goes_back_makes_files_verified_again_and_nothing_lost(

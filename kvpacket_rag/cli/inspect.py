@@ -98,7 +98,7 @@ def _index(folder: Path, list_documents: bool) -> dict[str, Any]:
             "namespaces": _namespaces(folder),
             "dimensions": index.dim,
             **{name: index.get_setting(name) for name in _SETTINGS},
-            "signatures": [{**json.loads(text), "packets": count} for text, count in store.signatures().items()],
+            "signatures": [_signature(text) | {"packets": count} for text, count in store.signatures().items()],
         }
         if list_documents:
             found["documents_listed"] = {name: len(index.chunk_ids(name)) for name in index.documents()}
@@ -106,6 +106,15 @@ def _index(folder: Path, list_documents: bool) -> dict[str, Any]:
     finally:
         store.close()
         index.close()
+
+
+def _signature(text: Any) -> dict[str, Any]:
+    """The fields of a signature, or what stands in its place."""
+    try:
+        fields = json.loads(text)
+    except (ValueError, TypeError, RecursionError):
+        fields = None
+    return fields if isinstance(fields, dict) else {"damaged": str(text)[:80]}
 
 
 def _bytes_of(path: Path) -> int:

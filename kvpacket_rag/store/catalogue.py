@@ -137,7 +137,7 @@ class Catalogue:
             StoreFormatError: they are damaged.
         """
         rows = self._rows("SELECT stored, size_bytes, revision FROM totals")
-        if len(rows) != 1 or not all(isinstance(number, int) for number in rows[0]):
+        if len(rows) != 1 or not all(isinstance(n, int) and n >= 0 for n in rows[0]):
             raise StoreFormatError(
                 f"the counts of {str(self._path)!r} are damaged; 'kvpacket check DIR --repair' counts anew"
             )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Self
 
@@ -181,14 +181,14 @@ class DiskStore:
         return self  # it is shared, by copies too
 
     def close(self) -> None:
-        """Note what was used last and close the catalogue; a second call does nothing."""
+        """Note what was used last, if that can be written, and close the catalogue; a second call does nothing."""
         if self._closed:
             return
         self._closed = True
         try:
             uses = self._reads.take_uses()
             if uses and not self._catalogue.is_read_only:
-                with self._catalogue.transaction() as changes:
+                with suppress(StoreError), self._catalogue.transaction() as changes:
                     changes.touch(uses)
         finally:
             self._catalogue.close()

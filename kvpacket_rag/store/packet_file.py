@@ -141,7 +141,9 @@ def read_packet(path: Path, packet_id: str, signature: PacketSignature, *, verif
     except SafetensorError as error:
         raise PacketCorruptError(f"it is no whole safetensors file ({error})") from error
     except (OSError, RuntimeError) as error:
-        advice = remedy(error) if isinstance(error, OSError) else "check the disk and free memory"
+        advice = (
+            remedy(error) if isinstance(error, OSError) else "check the disk, free memory and open files (ulimit -n)"
+        )
         raise StoreError(f"packet file {str(path)!r} cannot be read: {error}; {advice}") from error
 
 
