@@ -222,9 +222,14 @@ class PacketIndex:
         """Keys of what the index says of itself that are not what was written."""
         return self._settings.damaged()
 
-    def mend(self) -> None:
-        """Make SQLite's indexes anew from the tables; of rows that claim one key, damaged ones go."""
-        self._rows.mend()
+    def mend(self, mark: str) -> None:
+        """Make SQLite's indexes anew from the tables; of rows that claim one key, damaged ones go.
+
+        Args:
+            mark: metadata key that says a document need not be looked at again. Where anything is damaged, no chunk has
+                it any more from this step on: a lost row need not have told its document.
+        """
+        self._rows.mend(mark)
 
     def compact(self) -> bool:
         """Write the file anew, without the gaps that deletions left; False where that cannot be done now."""

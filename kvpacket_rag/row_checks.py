@@ -47,6 +47,17 @@ def drop_damaged_twins(db: sqlite3.Connection) -> None:
     db.executemany("DELETE FROM chunks WHERE seq = ?", [row[6:] for row in chunks if not chunk_of(row)])
 
 
+def strike_out(db: sqlite3.Connection, key: str) -> None:
+    """Take a key out of the metadata of every chunk that is what was written."""
+    for row in db.execute(f"{SELECT} NOT INDEXED").fetchall():
+        chunk = chunk_of(row)
+        if chunk is None or key not in chunk.metadata:
+            continue
+        metadata = json.dumps({name: value for name, value in chunk.metadata.items() if name != key})
+        digest = row_digest(str(row[6]), *row[:3], metadata, row[4])
+        db.execute("UPDATE chunks SET metadata = ?, digest = ? WHERE seq = ?", (metadata, digest, row[6]))
+
+
 def _is_twin(column: str, table: str) -> str:
     """A condition: another row has the same."""
     return f"+{column} IN (SELECT +{column} FROM {table} NOT INDEXED GROUP BY +{column} HAVING COUNT(*) > 1)"

@@ -15,7 +15,7 @@ import numpy.typing as npt
 from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.index_file import IndexFile, row_digest, vector_checksum
-from kvpacket_rag.row_checks import COLUMNS, SELECT, chunk_of, damaged_rows, drop_damaged_twins, is_whole
+from kvpacket_rag.row_checks import COLUMNS, SELECT, chunk_of, damaged_rows, drop_damaged_twins, is_whole, strike_out
 
 logger = logging.getLogger(__name__)
 
@@ -169,11 +169,17 @@ class ChunkRows:
             db.executemany("DELETE FROM chunks WHERE seq = ?", [(row[6],) for row in damaged_rows(db, self.dim())])
             db.execute(f"DELETE FROM {_STRAY}")
 
-    def mend(self) -> None:
-        """Make SQLite's indexes anew. Of rows that claim one key, damaged ones go; so they do not stand in the way."""
+    def mend(self, mark: str) -> None:
+        """Make SQLite's indexes anew. Of rows that claim one key, damaged ones go; so they do not stand in the way.
+
+        Where rows are lost or will be, this metadata key goes from all others in the same step.
+        """
         with self.file.writing(erases=True) as db:
+            is_intact = not self.file.faults() and not self.damaged()
             self.file.reindex(however_damaged=True)
             drop_damaged_twins(db)
+            if not is_intact:
+                strike_out(db, mark)
 
     @contextmanager
     def _changing(self, *, erases: bool) -> Iterator[sqlite3.Connection]:

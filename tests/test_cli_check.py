@@ -14,6 +14,7 @@ from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixtu
 
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.index import PacketIndex
+from kvpacket_rag.journal import OwnerJournal
 from kvpacket_rag.namespace import namespace_folder
 from kvpacket_rag.store import DiskStore
 
@@ -127,6 +128,47 @@ def test_a_lost_row_of_a_damaged_document_id_comes_back_with_the_next_ingest(kv:
     assert found_by(kv, index, "--repair")[0] == 0 and len(texts()) < len(before)
     assert kv("ingest", docs, "--index", index)[0] == 0
     assert texts() == before
+
+
+@pytest.mark.parametrize(
+    "harm",
+    [
+        "UPDATE chunks SET document_id = 'another' WHERE seq = 6",
+        "DELETE FROM chunks WHERE seq = 6",
+        "UPDATE vectors SET checksum = 1 WHERE seq = 6; UPDATE chunks SET document_id = 'another' WHERE seq = 6",
+    ],
+)
+def test_a_repair_cut_short_after_any_step_loses_no_chunk(
+    kv: Run, index: Path, docs: Path, tmp_path: Path, monkeypatch: Any, harm: str
+) -> None:
+    (docs / "long.txt").write_text("\n\n".join(f"The gate {n} is closed at {n} o'clock by hand." for n in range(200)))
+    assert kv("ingest", docs, "--index", index)[0] == 0
+    with contextlib.closing(PacketIndex.open(index)) as opened:
+        before = sorted(chunk.text for chunk, _ in opened.rows())
+    assert len(before) > 6
+    steps = [(PacketIndex, "mend"), (OwnerJournal, "settle"), (PacketIndex, "delete"), (DiskStore, "drop_owners")]
+    steps += [(PacketIndex, "drop_damaged"), (PacketIndex, "compact"), (DiskStore, "check")]
+    cut: list[str] = []
+    for kind, name in steps:
+        folder = tmp_path / name
+        shutil.copytree(index, folder)
+        for sql in harm.split("; "):
+            statement(folder / "index.sqlite", sql)
+        real = getattr(kind, name)
+
+        def short(*given: Any, real: Any = real, name: str = name, **options: Any) -> None:
+            real(*given, **options)
+            cut.append(name)
+            raise OSError("cut short")
+
+        with monkeypatch.context() as patch:
+            patch.setattr(kind, name, short)
+            kv("check", folder, "--repair")
+        assert found_by(kv, folder, "--repair")[0] == 0
+        assert kv("ingest", docs, "--index", folder)[0] == 0
+        with contextlib.closing(PacketIndex.open(folder)) as opened:
+            assert sorted(chunk.text for chunk, _ in opened.rows()) == before, name
+    assert cut[0] == "mend" and {"drop_damaged", "check"} <= set(cut)
 
 
 @pytest.mark.parametrize("changed", ["CAST(packet_id AS BLOB)", "CAST(x'80' || substr(packet_id, 2) AS TEXT)", "'x'"])

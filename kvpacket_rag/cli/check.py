@@ -99,19 +99,18 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
 
 
 def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[str, Any]:
+    from kvpacket_rag.ingest import MARK
     from kvpacket_rag.journal import OwnerJournal
 
     faults, damaged, journal = index.faults(), index.damaged(), OwnerJournal(index, store)
     unsettled = [] if index.damaged_settings() else journal.documents()
     if repair:
-        index.mend()
+        index.mend(MARK)  # before anything goes: a repair that is cut short may leave nothing that tells of it
         journal.settle(unsettled)
         for document_id in damaged.values():
             if chunk_ids := index.chunk_ids(document_id):
                 journal.delete(document_id, chunk_ids)
         index.drop_damaged()  # rows that go by no name
-        if damaged:
-            _strike_marks(index)
         index.compact()
     without = 0
     if repair or not damaged:
@@ -122,15 +121,6 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
         "documents_half_changed": unsettled,
         "chunks_without_packet": without,
     }
-
-
-def _strike_marks(index: PacketIndex) -> None:
-    """Let the next ingest compare every document chunk by chunk: a lost row need not have told its document."""
-    from kvpacket_rag.ingest import MARK
-
-    for document_id in index.documents():
-        for chunk in index.get(index.chunk_ids(document_id)[:1]):
-            index.set_metadata(chunk.chunk_id, {key: chunk.metadata[key] for key in chunk.metadata if key != MARK})
 
 
 def _told(packets: StoreCheck) -> dict[str, Any]:
