@@ -33,6 +33,29 @@ from kvpacket_rag.store import RemoteStore, remote_bucket
 from kvpacket_rag.store.remote_bucket import Bucket
 
 
+def test_a_folder_that_was_used_and_is_gone_is_not_made_anew(tmp_path: Path):
+    """It may not be mounted; an empty one in its place would make the cache be forgotten."""
+    objects, cache = tmp_path / "objects", tmp_path / "cache"
+    store = RemoteStore(f"file://{objects}", cache)
+    store.put(PACKET, "text")
+    store.close()
+    objects.rename(tmp_path / "away")
+    with pytest.raises(StoreError, match=r"no folder, or is gone .*; mount it, create it, or name another"):
+        RemoteStore(f"file://{objects}", cache)
+    assert not objects.exists()
+    (tmp_path / "away").rename(objects)
+    store = RemoteStore(f"file://{objects}", cache)
+    assert same(store.get(PACKET.packet_id, SIGNATURE), PACKET) and store.metrics.snapshot().loads == 0  # of the cache
+
+
+@pytest.mark.parametrize("url", ["file://", "file:///", "file:///{file}", "file:///{file}/below"])
+def test_urls_that_are_no_folder_are_named(tmp_path: Path, url: str):
+    (tmp_path / "file").touch()
+    url = url.format(file=str(tmp_path / "file").lstrip("/"))
+    with pytest.raises(StoreError, match=f"{url.rstrip('/')}.*(expected one such as file:///|name another)"):
+        RemoteStore(url, tmp_path / "cache")
+
+
 @pytest.mark.parametrize("harm", ["cut", "flipped", "empty", "another's"])
 def test_a_damaged_object_is_moved_aside_and_the_chunk_encoded_again(
     machine: Callable[..., RemoteStore], objects: Path, harm: str

@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from posixpath import basename
 from threading import Lock
@@ -18,6 +18,7 @@ from kvpacket_rag.packet import Packet, PacketSignature
 from kvpacket_rag.store.check import OnBytes, StoreCheck
 from kvpacket_rag.store.disk import DiskStore
 from kvpacket_rag.store.eviction import Eviction
+from kvpacket_rag.store.folder import CATALOGUE
 from kvpacket_rag.store.metrics import StoreMetrics, Tier
 from kvpacket_rag.store.packet_file import packet_parts
 from kvpacket_rag.store.protocol import KnownChunk, require_packet_id
@@ -78,10 +79,10 @@ class RemoteStore:
         sweep: bool = True,
         **options: Any,
     ) -> None:
-        self._bucket = Bucket(url, **options)
+        folder = _default_cache(url) if cache is None else cache
+        self._bucket = Bucket(url, **{"create": not _is_cache_of(folder, url)} | options)
         self._bucket.probe()
         self.metrics = StoreMetrics()
-        folder = _default_cache(url) if cache is None else cache
         self._cache = RemoteCache(folder, max_bytes, eviction=eviction, sweep=sweep)
         self._pool = ThreadPoolExecutor(threads, "kvpacket-remote")
         self._behind = ThreadPoolExecutor(1, "kvpacket-refresh")  # its work needs the others
@@ -261,6 +262,14 @@ class RemoteStore:
             self.refresh()
         except StoreError as error:
             logger.warning("what other machines stored is looked for later: %s", str(error))
+
+
+def _is_cache_of(folder: Path | str, url: str) -> bool:
+    """Whether packets of the URL were kept there: a folder that is gone may only not be mounted then."""
+    if not Path(folder, CATALOGUE).is_file():
+        return False
+    with closing(RemoteCache(folder, sweep=False)) as cache:
+        return cache.url == url.rstrip("/")
 
 
 def open_store(

@@ -24,6 +24,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _URL = re.compile(r"[a-z][a-z0-9+.-]+://", re.IGNORECASE)
+_FOLDER = "file://"
 _DOWNLOADS = 3  # attempts at a whole object; each request has retries of its own
 _FIRST_PAUSE_SECONDS = 0.2
 _PIECE_BYTES = 8 * 2**20
@@ -49,6 +50,7 @@ class Bucket:
         timeout_seconds: of silence, after which a transfer counts as broken.
         max_retries: of one request.
         pause_seconds: how long nothing is asked of a store that did not answer.
+        create: make the folder of a ``file://`` URL that is not there.
         backend: an object store of obstore's, in place of the one the URL names.
 
     Raises:
@@ -63,15 +65,16 @@ class Bucket:
         timeout_seconds: float = 60.0,
         max_retries: int = 5,
         pause_seconds: float = 10.0,
+        create: bool = True,
         backend: Any = None,
     ) -> None:
-        self.url = url.rstrip("/")
+        self.url = url if url.rstrip("/").endswith(":") else url.rstrip("/")
         self._timeout_seconds = timeout_seconds
         self._pause_seconds = pause_seconds
         self._away_until = 0.0
         self._lock = threading.Lock()
         self._obstore = _obstore()
-        self._backend = backend if backend is not None else self._open(max_retries)
+        self._backend = backend if backend is not None else self._open(max_retries, create)
 
     def create(self, key: str, parts: Sequence[bytes | memoryview]) -> bool:
         """Put an object unless there is one; whether there was none.
@@ -183,7 +186,7 @@ class Bucket:
             raise StoreError(f"cannot {doing} in {self.url}: it did not answer and is asked again in {left:.0f} s")
         try:
             return action()
-        except (self._obstore.exceptions.BaseError, FileNotFoundError) as error:
+        except (self._obstore.exceptions.BaseError, OSError) as error:
             if may_be_missing and isinstance(error, FileNotFoundError) and "NoSuchBucket" not in str(error):
                 raise
             told, is_away = self._explained(error)
@@ -199,6 +202,8 @@ class Bucket:
             return f"there is no such bucket or folder ({said}); create it first", False
         if "Unable to recognise URL" in said:
             return f"it names no object store ({said}); expected s3://, gs://, az:// or file:///", False
+        if self.url.startswith(_FOLDER) and ("(os error" in said or "canonicalize" in said):
+            return f"that is no folder, or is gone ({said}); mount it, create it, or name another", False
         if any(word in said for word in _CREDENTIALS):
             return f"no credentials were found ({said}); {_how_to_sign_in(self.url)}", False
         refused = (kinds.PermissionDeniedError, kinds.UnauthenticatedError)
@@ -209,11 +214,13 @@ class Bucket:
             return f"{limit} ({said}); check the network, or raise timeout_seconds", True
         return f"it does not answer as it should ({said}); check the network and the endpoint", True
 
-    def _open(self, max_retries: int) -> Any:
+    def _open(self, max_retries: int, create: bool) -> Any:
         if not is_url(self.url):
             raise StoreError(f"{self.url!r} is no URL; expected one such as s3://bucket/packets")
-        if self.url.startswith("file://"):
-            return self._do("open a store", lambda: self._obstore.store.from_url(self.url, mkdir=True))
+        if self.url.startswith(_FOLDER):
+            if not self.url.removeprefix(_FOLDER).strip("/"):
+                raise StoreError(f"{self.url!r} names no folder; expected one such as file:///srv/packets")
+            return self._do("open a store", lambda: self._obstore.store.from_url(self.url, mkdir=create))
         retry: RetryConfig = {
             "max_retries": max_retries,
             "backoff": {"init_backoff": timedelta(milliseconds=100), "max_backoff": timedelta(seconds=5), "base": 2},
