@@ -167,24 +167,6 @@ def test_indexes_over_one_engine_may_have_equal_ids(store: KVPacketVectorStore):
     assert len(store.engine.store) == 3
 
 
-def test_what_a_killed_process_left_behind_goes_when_its_ids_are_deleted(
-    store: KVPacketVectorStore, monkeypatch: pytest.MonkeyPatch
-):
-    def killed(*_: Any) -> None:
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store.index, "add", killed)
-        patch.setattr(store.engine, "drop_owners", lambda _: [])
-        store.add_texts(["Added by a process that was killed."], ids=["x"])
-    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(store.engine, "drop_owners", killed)
-        store.delete(["d0"])
-    assert len(store) == 3 and len(store.engine.store) == 5
-    store.delete(["d0", "x"])
-    assert len(store.engine.store) == 3
-
-
 def test_a_folder_ingested_from_files_opens_as_it_is(model_folder: str, tmp_path: Path):
     options: dict[str, Any] = {"device": "cpu", "dtype": "float32"}
     embedder = LangChainEmbedder(WordEmbeddings())

@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from conftest import CHUNKS
 from llama_index_kvpacket import KVPacketVectorStore, persistence, vector_store
-from llama_index_kvpacket.ownership import Ownership
 from llama_index_samples import node, nodes
 
 from kvpacket_rag import Backbone, DiskStore, KVPacketEngine, MemoryStore, PacketIndex
 from kvpacket_rag.journal import remove_document
+from kvpacket_rag.ownership import Ownership
 
 NAME = "default__vector_store.json"
 

@@ -11,10 +11,10 @@ import pytest
 from conftest import CHUNKS
 from llama_index.core.vector_stores.types import VectorStoreQuery
 from llama_index_kvpacket import KVPacketVectorStore
-from llama_index_kvpacket.ownership import Ownership
 from llama_index_samples import embed, node, nodes
 
 from kvpacket_rag import Adapter, Backbone, DiskStore, KVPacketEngine, PacketIndex
+from kvpacket_rag.ownership import Ownership
 
 
 class Killed(BaseException):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from weakref import WeakKeyDictionary
 
 import numpy as np
 import numpy.typing as npt
@@ -19,16 +16,13 @@ from kvpacket_rag import (
     PacketIndex,
     StoreError,
 )
-from kvpacket_rag.journal import change_lock
 from kvpacket_rag.opening import join
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.owners import owner_names
+from kvpacket_rag.ownership import Ownership
 from langchain_kvpacket.retrieved import RETRIEVED
 
 _PAGE = 64  # chunks copied at a time
-# Of threads that change one index, over however many libraries.
-_turns: WeakKeyDictionary[PacketIndex, threading.RLock] = WeakKeyDictionary()
-_making = threading.Lock()
 
 
 class ChunkLibrary:
@@ -51,10 +45,9 @@ class ChunkLibrary:
         self.engine = engine
         self.index = index
         self.embedder = embedder
-        self._processes = change_lock(index.folder) if index.folder else None
-        join(engine, index, embedder, lock=self._processes)
-        with _making:
-            self._threads = _turns.setdefault(index, threading.RLock())
+        self._ownership = Ownership(index, engine.store, self._packet_of, index.folder)
+        join(engine, index, embedder, lock=self._ownership.turn())
+        self._ownership.recover()
 
     def put(self, chunks: Sequence[Chunk]) -> None:
         """Add chunks, or replace those whose ids are known; all or none.
@@ -68,34 +61,24 @@ class ChunkLibrary:
             DocumentError: a text is empty or too long.
             StoreError: metadata cannot be stored, or the files cannot be written.
         """
-        with self._changing():
-            self._put(chunks)
-
-    def _put(self, chunks: Sequence[Chunk]) -> None:
+        if not chunks:
+            return
         ids = [chunk.chunk_id for chunk in chunks]
-        old = {chunk.chunk_id: chunk for chunk in self.index.get(ids)}
-        vectors = self._embed(chunks, old)
-        guards = self._guards(ids)
-        try:
-            packets = self.engine.encode([chunk.text for chunk in chunks], guards)
-            self.index.add(chunks, vectors, packets)
-            changed = [c.chunk_id for c in chunks if old.get(c.chunk_id, c).text.strip() != c.text.strip()]
-            RETRIEVED.forget(old[name].text for name in changed)
-            self.engine.drop_owners(self._owners(changed))
-            for packet, owner in zip(packets, self._owners(ids), strict=True):
-                self.engine.store.add_owner(packet, owner)
-        finally:
-            self.engine.drop_owners(guards)
+        with self._ownership.turn():
+            old = {chunk.chunk_id: chunk for chunk in self.index.get(ids)}
+            vectors = self._embed(chunks, old)
+            with self._ownership.changing(ids) as owners:
+                packets = self.engine.encode([chunk.text for chunk in chunks], owners)
+                self.index.add(chunks, vectors, packets)
+            RETRIEVED.forget(old[c.chunk_id].text for c in chunks if _is_other(old.get(c.chunk_id, c), c))
 
     def delete(self, ids: Iterable[str] | None) -> None:
         """Delete chunks, and packets that no other chunk needs; None deletes all, unknown ids are no error."""
-        with self._changing():
+        with self._ownership.turn():
             names = [chunk.chunk_id for chunk, _ in self.index.rows()] if ids is None else list(ids)
-            RETRIEVED.forget(chunk.text for chunk in self.index.get(names))
-            # Rows first: a packet without a row is only waste, a row without a packet would be read in full.
-            self.index.delete(names)
-            # Owners of all names, for a process that was killed here or in put() may have left some without a row.
-            self.engine.drop_owners([*self._owners(names), *self._guards(names)])
+            with self._ownership.changing(names):
+                RETRIEVED.forget(chunk.text for chunk in self.index.get(names))
+                self.index.delete(names)
 
     def copy_to(self, folder: str | Path) -> None:
         """Copy rows, vectors and packets into a folder.
@@ -118,17 +101,12 @@ class ChunkLibrary:
 
     def _copy(self, chunks: Sequence[Chunk], index: PacketIndex, packets: DiskStore) -> None:
         ids = [chunk.chunk_id for chunk in chunks]
-        found = self.engine.encode([chunk.text for chunk in chunks], self._owners(ids))  # only what was evicted
+        own = self._ownership.owners(ids)
+        found = self.engine.encode([chunk.text for chunk in chunks], own)  # only what was evicted
         owners = owner_names(index, packets, ids)
         for chunk, packet, owner in zip(chunks, found, owners, strict=True):
             packets.put(self.engine.store.get(packet, self.engine.signature), chunk.text.strip(), owner)
         index.add(chunks, self.index.vectors(ids), found)
-
-    @contextmanager
-    def _changing(self) -> Iterator[None]:
-        """Inside the ``with`` block no other thread, nor process of the same folder, changes rows and owners."""
-        with self._threads, self._processes or nullcontext():
-            yield
 
     def _embed(self, chunks: Sequence[Chunk], old: Mapping[str, Chunk]) -> npt.NDArray[np.float32]:
         """(n, dim); a text that is stored under its id keeps its vector."""
@@ -139,10 +117,10 @@ class ChunkLibrary:
             vectors |= dict(zip([chunk.chunk_id for chunk in new], embedded, strict=True))
         return np.array([vectors[chunk.chunk_id] for chunk in chunks], np.float32)
 
-    def _owners(self, ids: Iterable[str]) -> list[str]:
-        """Under which names chunks own their packets."""
-        return owner_names(self.index, self.engine.store, ids)
+    def _packet_of(self, chunk: Chunk) -> str:
+        return self.engine.encoder.identify(chunk.text)[0]
 
-    def _guards(self, ids: Iterable[str]) -> list[str]:
-        """Under which names they do so until their rows are written; a failure leaves no packets behind."""
-        return [f"\n(being added)\n{name}" for name in self._owners(ids)]
+
+def _is_other(old: Chunk, new: Chunk) -> bool:
+    """Whether a chunk's packet is of another text now."""
+    return old.text.strip() != new.text.strip()

@@ -18,12 +18,12 @@ from kvpacket_rag import (
     StoreError,
 )
 from kvpacket_rag.origin import Origin
-from kvpacket_rag.owners import UNOWNED
+from kvpacket_rag.owners import UNOWNED, claim_names
+from kvpacket_rag.ownership import Ownership
 from llama_index_kvpacket.embedding import embedder_of
 from llama_index_kvpacket.leftovers import Leftovers
 from llama_index_kvpacket.loading import DEFAULT_MODEL, REDUCTION, for_transformers, load, resolve
 from llama_index_kvpacket.nodes import packet_text
-from llama_index_kvpacket.ownership import Ownership
 from llama_index_kvpacket.retrieved import RETRIEVED
 
 Progress = Callable[[int, int], None]
@@ -59,6 +59,7 @@ class NodePackets:
         self.folder = folder
         self.text_key = (index.get_setting(TEXT_KEY) or "") if text_key is None else text_key
         self.leftovers = Leftovers(engine)
+        claim_names(index, engine.store)
         self.ownership = Ownership(index, engine.store, self.packet_of, folder)
         self._origin = Origin(index, folder)
         self._progress = progress

@@ -20,7 +20,7 @@ from kvpacket_rag.index import FILE_NAME
 from kvpacket_rag.journal import change_lock
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.owners import UNOWNED
-from llama_index_kvpacket.ownership import Ownership
+from kvpacket_rag.ownership import Ownership
 from llama_index_kvpacket.packets import EMBEDDER, TEXT_KEY, NodePackets
 
 # No JSON on purpose: LlamaIndex opens what it finds in a storage folder as a SimpleVectorStore, and would read any

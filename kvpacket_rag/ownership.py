@@ -7,14 +7,21 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
+from weakref import WeakKeyDictionary
 
 from filelock import Timeout
 
-from kvpacket_rag import Chunk, PacketIndex, PacketStore
+from kvpacket_rag.chunk import Chunk
+from kvpacket_rag.errors import StoreError
+from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import change_lock
-from kvpacket_rag.owners import add_owners, adopt, claim_names, owner_names
+from kvpacket_rag.owners import add_owners, adopt, owner_names
+from kvpacket_rag.store import PacketStore
 
 _NOTED = "unsettled_nodes"
+# Of threads that change one index, over however many objects.
+_turns: WeakKeyDictionary[PacketIndex, threading.RLock] = WeakKeyDictionary()
+_making = threading.Lock()
 
 
 class Ownership:
@@ -23,13 +30,17 @@ class Ownership:
     Rows and packets lie in two databases, and no transaction spans both. So what is about to change is noted in
     the index first, and what a killed process left noted is put in order at the next change or opening.
 
-    Several indexes may share a packet store, see :mod:`kvpacket_rag.owners`.
+    Several indexes may share a packet store, see :mod:`kvpacket_rag.owners`; their names are claimed by whoever opens
+    them.
 
     Args:
         index: of rows.
         store: of packets.
-        packet_of: names the packet of a row.
-        folder: of the index, where processes take turns; None for memory.
+        packet_of: names the packet that a row is to have.
+        folder: of the index, where processes take turns; None for memory, and where the caller sees to that.
+
+    Attributes:
+        threads: that change the index wait for each other here.
     """
 
     def __init__(
@@ -42,9 +53,9 @@ class Ownership:
         self._index = index
         self._store = store
         self._packet_of = packet_of
-        self.threads = threading.RLock()
+        with _making:
+            self.threads = _turns.setdefault(index, threading.RLock())
         self._processes = change_lock(folder) if folder else None
-        claim_names(index, store)
 
     def owners(self, names: Iterable[str]) -> list[str]:
         """Under which names rows own their packets."""
@@ -73,9 +84,9 @@ class Ownership:
                 self._settle()
 
     def recover(self) -> None:
-        """Put in order what a killed process left; nothing, if one is at it now."""
+        """Put in order what a killed process left; nothing, if one is at it now, or the folder cannot be written."""
         if self._processes and self._noted():
-            with self.threads, suppress(Timeout), self._processes.acquire(timeout=0):
+            with self.threads, suppress(Timeout, OSError, StoreError), self._processes.acquire(timeout=0):
                 self._settle()
 
     def adopt(self) -> None:
