@@ -174,8 +174,8 @@ class ChunkRows:
 
         Where rows are lost or will be, this metadata key goes from all others in the same step.
         """
+        is_intact = not self.file.faults() and not self.damaged()
         with self.file.writing(erases=True) as db:
-            is_intact = not self.file.faults() and not self.damaged()
             self.file.reindex(however_damaged=True)
             drop_damaged_twins(db)
             if not is_intact:
