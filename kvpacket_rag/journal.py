@@ -66,6 +66,10 @@ class OwnerJournal:
         """Those that are not settled."""
         return list(self._read())
 
+    def chunk_ids(self) -> list[str]:
+        """Those that may own packets without having a row."""
+        return [chunk_id for chunk_ids in self._read().values() for chunk_id in chunk_ids]
+
     def note(self, chunk_ids: Mapping[str, Iterable[str]]) -> None:
         """Chunks whose rows or packets are about to come or go, by document."""
         noted = self._read()

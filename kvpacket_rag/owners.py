@@ -109,6 +109,11 @@ def knows_packets(index: PacketIndex, store: PacketStore, signature: PacketSigna
     return any(known.packet_id in names for known in store.known(signature))
 
 
+def is_used_elsewhere(index: PacketIndex) -> bool:
+    """Whether an index on a disk has, or had, its packets in a store that does not lie in its folder."""
+    return any(index.get_setting(key) for key in (_PREFIX_ELSEWHERE, _PREFIX, UNOWNED))
+
+
 def _is_shared(store: PacketStore) -> bool:
     """Whether other indexes have their own packets there, too."""
     return isinstance(store.below if isinstance(store, TieredStore) else store, RemoteStore)

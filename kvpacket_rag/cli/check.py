@@ -101,9 +101,11 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
 def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[str, Any]:
     from kvpacket_rag.ingest import MARK
     from kvpacket_rag.journal import OwnerJournal
+    from kvpacket_rag.owner_check import OwnerCheck, check_owners
 
     faults, damaged, journal = index.faults(), index.damaged(), OwnerJournal(index, store)
-    unsettled = [] if index.damaged_settings() else journal.documents()
+    is_known = not index.damaged_settings()
+    unsettled = journal.documents() if is_known else []
     if repair:
         index.mend(MARK)  # before anything goes: a repair that is cut short may leave nothing that tells of it
         journal.settle(unsettled)
@@ -111,15 +113,21 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
             if chunk_ids := index.chunk_ids(document_id):
                 journal.delete(document_id, chunk_ids)
         index.drop_damaged()  # rows that go by no name
-        index.compact()
-    without = 0
+    without, owners = 0, OwnerCheck()
     if repair or not damaged:
+        if is_known:
+            owners = check_owners(index, store)
+        if repair:
+            owners.repair(index, store)
+            index.compact()
         without = sum(packet_id not in store for packet_id in {packet_id for _, packet_id in index.rows()})
     return {
         "faults_of_index": faults,
         "damaged_rows_of_index": [f"{chunk_id} of {document_id}" for chunk_id, document_id in damaged.items()],
         "documents_half_changed": unsettled,
         "chunks_without_packet": without,
+        "chunks_not_owning_their_packet": len(owners.unowned),
+        "packets_of_chunks_that_are_gone": len(owners.rowless),
     }
 
 

@@ -176,9 +176,11 @@ class Catalogue:
 
     def ids(self, state: str) -> set[str]:
         """The packets in one state."""
-        return {
-            packet_id for (packet_id,) in self._rows("SELECT packet_id FROM packets NOT INDEXED WHERE state = ?", state)
-        }
+        return {name for (name,) in self._rows("SELECT packet_id FROM packets NOT INDEXED WHERE state = ?", state)}
+
+    def owned(self) -> list[tuple[str, str, bytes]]:
+        """Packet id, owner and digest of every ownership, unverified."""
+        return self._rows("SELECT packet_id, owner, digest FROM owners WHERE packet_id >= ''")
 
     def wrong_sizes(self) -> list[str]:
         """Packets whose rows state a size that no packet file has."""
