@@ -19,7 +19,8 @@ from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import DocumentError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal, remove_document
-from kvpacket_rag.owners import owner_names
+from kvpacket_rag.owners import add_owners, claim_names, owner_names
+from kvpacket_rag.ownership import Ownership
 from kvpacket_rag.packet_writer import MissingPacket
 from kvpacket_rag.progress import IngestProgress, IngestReport, OnProgress
 from kvpacket_rag.rows import metadata_json
@@ -129,7 +130,7 @@ class Ingester:
             self.engine.encoder.identify(chunk.text)
 
     def reencode(self, progress: OnProgress | None = None) -> IngestReport:
-        """Make every packet anew with the present model, adapter and dtype, and delete the old ones as it goes.
+        """Make every packet anew with the present model, adapter and dtype, and let go of the old ones as it goes.
 
         Chunks keep their texts. May be interrupted and run again; what is done is not done twice.
 
@@ -141,19 +142,19 @@ class Ingester:
             StoreFullError: no room is left; what was done before stays done.
         """
         with self._threads, self._processes:
-            rows = list(self.index.rows())
-            wanted = (self.engine.encoder.identify(chunk.text) for chunk, _ in rows)
-            missing = {name: len(ids) for name, ids in wanted if name not in self.engine.store}
+            rows, store, identify = list(self.index.rows()), self.engine.store, self.engine.encoder.identify
+            missing = {name: len(ids) for name, ids in (identify(c.text) for c, _ in rows) if name not in store}
             report = IngestReport(chunks=len(rows))
             meter = _Meter(progress, missing, report)
+            claim_names(self.index, store)  # what others own under the names it had stays theirs
+            ownership = Ownership(self.index, store, lambda chunk: identify(chunk.text)[0], None)
             for start in range(0, len(rows), _BATCH_CHUNKS):
                 batch = rows[start : start + _BATCH_CHUNKS]
                 ids = [chunk.chunk_id for chunk, _ in batch]
-                owners = owner_names(self.index, self.engine.store, ids)
-                names = self.engine.encode([chunk.text for chunk, _ in batch], owners, meter.tell)
-                for old in {name for _, name in batch} - set(names):
-                    self.engine.store.delete(old)
-                self.index.set_packet_ids(dict(zip(ids, names, strict=True)))
+                add_owners(store, [old for _, old in batch], ownership.owners(ids))  # a packet goes with its last
+                with ownership.changing(ids) as owners:
+                    names = self.engine.encode([chunk.text for chunk, _ in batch], owners, meter.tell)
+                    self.index.set_packet_ids(dict(zip(ids, names, strict=True)))
                 meter.finish(names)
             return report
 
@@ -212,9 +213,7 @@ class Ingester:
     def _note(self, plans: Sequence[_Plan]) -> dict[str, list[str]]:
         """Write down which chunks are about to come and go; returns those the documents have now."""
         old = {plan.document_id: self.index.chunk_ids(plan.document_id) for plan in plans}
-        self._journal.note(
-            {plan.document_id: [*old[plan.document_id], *(c.chunk_id for c in plan.chunks)] for plan in plans}
-        )
+        self._journal.note({p.document_id: [*old[p.document_id], *(c.chunk_id for c in p.chunks)] for p in plans})
         return old
 
     def _mark(self, document: Document) -> str:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -24,8 +26,10 @@ from pipeline_samples import (
     pipeline,
 )
 
+from kvpacket_rag import ownership
 from kvpacket_rag.documents import Document
 from kvpacket_rag.errors import StoreError, StoreFullError
+from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal, remove_document
 from kvpacket_rag.pipeline import KVPacketRAG
 
@@ -193,6 +197,34 @@ def test_encoding_again_replaces_every_packet_and_can_be_interrupted(
     assert report.chunks == chunks and report.packets_encoded == len(seen)
     assert len(seen) <= chunks - chunks // 2 + 1 and calls[-1].tokens_done == calls[-1].tokens_total
     assert packet_files(tmp_path) == {name for _, name in rag.index.rows()} and not old & packet_files(tmp_path)
+
+
+def known_owners(folder: Path) -> dict[str, str]:
+    """The packet of every owner that a store names."""
+    with closing(sqlite3.connect(folder / "packets.sqlite")) as catalogue:
+        return dict(catalogue.execute("SELECT owner, packet_id FROM owners").fetchall())
+
+
+@pytest.mark.parametrize("dies_at", ["nothing", "set_packet_ids", "add_owners"])
+def test_encoding_again_leaves_the_packets_that_others_own(
+    rag: KVPacketRAG, monkeypatch: Any, tmp_path: Path, dies_at: str
+):
+    rag.add([Document("d", LEASE), Document("e", NEW_LEASE)])
+    (kept,) = rag.engine.encode([LEASE], ["langchain/intro.md"])
+    (lost,) = rag.engine.encode([NEW_LEASE])
+    rag.engine.drop_owners([])
+    with closing(sqlite3.connect(tmp_path / "packets.sqlite")) as catalogue, catalogue:
+        catalogue.execute("DELETE FROM owners WHERE packet_id = ?", [lost])
+    monkeypatch.setattr(rag.engine.encoder, "signature", replace(rag.engine.signature, adapter="another"))
+    if dies_at != "nothing":
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            where = PacketIndex if dies_at == "set_packet_ids" else ownership
+            patch.setattr(where, dies_at, lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+            rag._ingester.reencode()
+    rag._ingester.reencode()
+    new = {chunk.document_id: (f":{chunk.chunk_id}", name) for chunk, name in rag.index.rows()}
+    assert known_owners(tmp_path) == {"langchain/intro.md": kept} | dict(new.values())
+    assert packet_files(tmp_path) == {kept, new["d"][1], new["e"][1]} and lost not in rag.engine.store
 
 
 def test_threads_that_add_at_the_same_time_lose_nothing(rag: KVPacketRAG):

@@ -11,6 +11,7 @@ import pytest
 from cli_samples import Run, docs_fixture, kv_fixture, tiny_fixture  # noqa: F401 (fixtures)
 from pipeline_samples import documents, encoded_texts, packet_files
 
+from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.errors import StoreError
 from kvpacket_rag.pipeline import KVPacketRAG
@@ -44,6 +45,19 @@ def test_a_machine_with_a_copy_of_the_rows_answers_from_the_same_packets(tiny: N
             answer = rag.ask(QUESTION, settings=SHORT).answer
             assert (answer.text, answer.usage.chunks_reused) == (expected.text, 4)
         assert seen == [] and 0 < rag.engine.store.tiers["disk"].size_bytes <= 50_000
+
+
+def test_encoding_one_index_again_leaves_the_packets_of_another(tiny: None, tmp_path: Path, url: str, adapter: Adapter):
+    for name in ("one", "other"):
+        with KVPacketRAG.open(tmp_path / name, remote=url) as rag:
+            rag.add(documents())
+    with KVPacketRAG.open(tmp_path / "one", adapter=adapter, reencode=True) as rag:
+        assert rag.reencoded is not None and rag.reencoded.packets_encoded == 4 and len(objects(tmp_path)) == 8
+    with KVPacketRAG.open(tmp_path / "other") as rag:
+        seen = encoded_texts(rag)
+        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4 and seen == []
+    with KVPacketRAG.open(tmp_path / "other", adapter=adapter, reencode=True):
+        assert len(objects(tmp_path)) == 4
 
 
 def test_an_index_on_disk_is_moved_into_the_object_store(tiny: None, tmp_path: Path, url: str):
