@@ -41,7 +41,8 @@ def namespace_folder(folder: Path | str, namespace: str) -> Path:
         namespace: any name; no two share a folder, on no file system, and none leads out of ``folder``.
 
     Raises:
-        StoreError: the name is longer than 256 characters, or no text; the folder is a URL.
+        StoreError: the name is longer than 256 characters, or no text; the folder is a URL; or a link stands in place
+            of the namespace's folder or of the one of all namespaces.
     """
     root = local_path(folder)
     if not namespace:
@@ -53,4 +54,16 @@ def namespace_folder(folder: Path | str, namespace: str) -> Path:
         )
     digest = hashlib.sha256(namespace.encode()).hexdigest()[:32]
     readable = re.sub(r"[^a-z0-9]+", "-", namespace.lower()).strip("-")[:_READABLE]
-    return root / FOLDER / f"{readable}-{digest}".lstrip("-")
+    found = root / FOLDER / f"{readable}-{digest}".lstrip("-")
+    if str(folder):  # else it is to become part of a URL
+        _require_no_link(found)
+    return found
+
+
+def _require_no_link(namespace: Path) -> None:
+    """Whoever can write a folder that others use could lead what they store to any other place."""
+    for place in (namespace.parent, namespace):
+        if place.expanduser().is_symlink():
+            raise StoreError(
+                f"{str(place)!r} is a link, and namespaces lie in the folder itself; put a folder there, or mount one"
+            )

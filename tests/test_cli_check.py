@@ -218,3 +218,21 @@ def test_namespaces_are_checked_and_repaired_too(kv: Run, index: Path, tmp_path:
     code, out, _ = kv("check", folder, "--repair")
     assert code == 0 and f"{bob}:" in out
     assert found_by(kv, folder)[0] == 0
+
+
+@pytest.mark.parametrize("linked", ["namespaces", "namespaces/evil"])
+def test_links_in_place_of_namespaces_are_told_and_what_they_lead_to_is_left_alone(
+    kv: Run, index: Path, tmp_path: Path, linked: str
+) -> None:
+    others = tmp_path / "others"
+    shutil.copytree(index, others / "evil")
+    damaged = harm_packet(others / "evil")
+    (index / linked).parent.mkdir(exist_ok=True)
+    (index / linked).symlink_to(others if linked == "namespaces" else others / "evil")
+    before = sorted(others.rglob("*"))
+    for options in ([], ["--repair"]):
+        code, found = found_by(kv, index, *options)
+        assert (code, found["links_left_alone"]) == (3, [str(index / linked)]) and "namespaces" not in found
+        assert found["verdict"] == "all is well"
+    assert f"{index / linked} is a link, left alone" in kv("check", index)[2]
+    assert sorted(others.rglob("*")) == before and damaged in {path.stem for path in before}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -68,3 +69,17 @@ def test_each_namespace_has_a_cap_of_its_own(tmp_path: Path) -> None:
 def test_a_name_no_folder_can_stand_for_is_refused(tmp_path: Path, name: str) -> None:
     with pytest.raises(StoreError, match="namespace"):
         namespace_folder(tmp_path, name)
+
+
+def test_a_link_in_place_of_a_namespace_or_of_all_is_refused(tmp_path: Path) -> None:
+    outside, folder = tmp_path / "outside", tmp_path / "folder"
+    for link in (namespace_folder(folder, "me"), folder / "namespaces"):
+        outside.mkdir(exist_ok=True)
+        link.parent.mkdir(parents=True, exist_ok=True)
+        link.symlink_to(outside)
+        for use in (DiskStore, PacketIndex.open):
+            with pytest.raises(StoreError, match="is a link"):
+                use(folder, namespace="me")
+        DiskStore(folder).close()
+        assert not list(outside.iterdir())
+        shutil.rmtree(folder)

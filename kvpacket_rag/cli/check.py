@@ -46,15 +46,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Check; the exit code."""
-    from kvpacket_rag.namespace import FOLDER
-
-    folder, worst = args.index, 0
-    found: dict[Path, dict[str, Any]] = {}
-    places = [place for place in (folder, *sorted((folder / FOLDER).glob("*/"))) if _holds_something(place)]
-    if not places:
+    folder = args.index
+    places, links = _places(folder)
+    if not places and not links:
         raise StoreError(
             f"{folder} holds neither an index nor packets; make some with 'kvpacket ingest PATH --index {folder}'"
         )
+    worst = _WRONG if links else 0
+    found: dict[Path, dict[str, Any]] = {}
     for place in places:
         found[place], code = _check_folder(place, args.repair)
         worst = max(worst, code)
@@ -64,8 +63,21 @@ def run(args: argparse.Namespace) -> int:
             show(facts((n.replace("_", " "), _shown(n, v)) for n, v in found[place].items()))
     if args.json:
         below = {place.name: found[place] for place in places if place != folder}
-        show_json(found.get(folder, {}) | ({"namespaces": below} if below else {}))
+        extra = {"namespaces": below} if below else {}
+        show_json(found.get(folder, {}) | extra | ({"links_left_alone": list(map(str, links))} if links else {}))
+    for link in links:
+        say(f"{link} is a link, left alone: what it leads to is not of this folder; delete it, or move that here")
     return worst
+
+
+def _places(folder: Path) -> tuple[list[Path], list[Path]]:
+    """What is to be checked, the folder itself and its namespaces, and links in place of folders of these."""
+    from kvpacket_rag.namespace import FOLDER
+
+    root = folder / FOLDER
+    namespaces = [root] if root.is_symlink() else sorted(root.glob("*"))
+    links = [place for place in namespaces if place.is_symlink()]
+    return [place for place in (folder, *namespaces) if place not in links and _holds_something(place)], links
 
 
 def _holds_something(folder: Path) -> bool:
