@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ from pipeline_samples import documents, encoded_texts, packet_files
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.errors import StoreError
+from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.pipeline import KVPacketRAG
 
 SHORT = GenerationSettings(max_new_tokens=2)
@@ -152,3 +154,18 @@ def test_indexes_that_were_moved_to_one_url_keep_what_the_other_deletes(tiny: No
     for name in ("first", "second"):
         KVPacketRAG.open(tmp_path / name, remote=url).close()
     assert_deleted_apart(tmp_path)
+
+
+def test_checking_puts_nothing_into_the_object_store_that_a_folder_names(kv: Run, docs: Path, tmp_path: Path, url: str):
+    """A folder that came from elsewhere may name any."""
+    index = tmp_path / "index"
+    assert kv("ingest", docs, "--index", index)[0] == 0
+    with closing(PacketIndex.open(index)) as opened:
+        opened.set_setting("remote", url)
+    code, out, _ = kv("check", index, "--json")
+    found = json.loads(out)
+    assert (code, found["packets_whole"], found["chunks_without_packet"]) == (0, 4, 0)
+    shutil.rmtree(index / "packets")
+    (index / "packets.sqlite").unlink()
+    assert kv("check", index)[0] == 1
+    assert not (tmp_path / "objects").exists()

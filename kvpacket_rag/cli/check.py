@@ -17,7 +17,7 @@ from kvpacket_rag.errors import StoreError
 
 if TYPE_CHECKING:
     from kvpacket_rag.index import PacketIndex
-    from kvpacket_rag.store import PacketStore, StoreCheck
+    from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, StoreCheck
 
 SUMMARY = "verify every packet and every row of an index"
 DESCRIPTION = (
@@ -88,7 +88,6 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
     """What was found in the folder of one index, and the exit code."""
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import change_lock
-    from kvpacket_rag.store import open_store
 
     with ExitStack() as opened:
         if repair:
@@ -98,7 +97,7 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
             index = opened.enter_context(closing(PacketIndex.open(folder, load=False)))
         is_known = index is None or not index.damaged_settings()
         remote = index.get_setting("remote") if index is not None and is_known else None
-        store = opened.enter_context(closing(open_store(folder, remote, sweep=False)))
+        store = opened.enter_context(closing(_opened(folder, remote, repair)))
         # without what it says of itself, an index cannot tell which packets are its own: its rows stay as they are
         found: dict[str, Any] = _check_index(index, store, repair and is_known) if index is not None else {}
         packets = store.check(repair=repair, progress=_Percent())
@@ -108,6 +107,20 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
     beyond_repair = repair and (is_left or not packets.repaired)
     found["verdict"] = _verdict(wrong, repair, beyond_repair, folder)
     return found, _WRONG if wrong and (not repair or beyond_repair) else 0
+
+
+def _opened(folder: Path, remote: str | None, repair: bool) -> DiskStore | RemoteStore:
+    """The store of a folder; without repair, nothing is put or made where the folder says that its packets go."""
+    from kvpacket_rag.store import RemoteStore, open_store
+    from kvpacket_rag.store.remote_cache import RemoteCache
+
+    if not remote or repair:
+        return open_store(folder, remote, sweep=False)
+    cache = RemoteCache(folder, sweep=False)
+    if cache.url is None and cache.ids():  # they were never put there, which opening it would do
+        return cache
+    cache.close()
+    return RemoteStore(remote, folder, sweep=False, create=False)
 
 
 def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[str, Any]:
