@@ -11,6 +11,7 @@ from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.owners import claim
+from kvpacket_rag.ownership import Ownership
 
 
 def join(
@@ -23,7 +24,7 @@ def join(
     """See that an engine can answer from an index, and make the index its own.
 
     What the index is built with is noted in it, its rows own their packets under names that no other index over the
-    store has, and deletions that were cut short are brought to their end.
+    store has, and what killed processes left half done is put in order.
 
     Args:
         engine: with the packets in its store.
@@ -44,3 +45,4 @@ def join(
     claim(index, engine.store)
     with suppress(StoreError):  # where it cannot be written now, the next change does it
         OwnerJournal(index, engine.store).finish_deletions(lock)
+    Ownership(index, engine.store, lambda chunk: engine.encoder.identify(chunk.text)[0], index.folder).recover()

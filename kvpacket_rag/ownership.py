@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -87,16 +87,18 @@ class Ownership:
         """Put in order what a killed process left; nothing, if one is at it now, or the folder cannot be written."""
         if self._processes and self._noted():
             with self.threads, suppress(Timeout, OSError, StoreError), self._processes.acquire(timeout=0):
-                self._settle()
+                noted = set(self._noted())  # their rows know best: another framework may have written them
+                self._settle({chunk.chunk_id: name for chunk, name in self._index.rows() if chunk.chunk_id in noted})
 
     def adopt(self) -> None:
         """Make every row an owner of its packet, which others may have brought into this store."""
         adopt(self._index, self._store)
 
-    def _settle(self) -> None:
+    def _settle(self, packets: Mapping[str, str] | None = None) -> None:
         """Leave every noted row as owner of its packet and of nothing else; none is without an owner meanwhile."""
         names = self._noted()
-        packets = {chunk.chunk_id: self._packet_of(chunk) for chunk in self._index.get(names)}
+        if packets is None:
+            packets = {chunk.chunk_id: self._packet_of(chunk) for chunk in self._index.get(names)}
         add_owners(self._store, packets.values(), self._guards(packets))
         self._store.drop_owners(self.owners(names))
         add_owners(self._store, packets.values(), self.owners(packets))

@@ -227,6 +227,19 @@ def test_encoding_again_leaves_the_packets_that_others_own(
     assert packet_files(tmp_path) == {kept, new["d"][1], new["e"][1]} and lost not in rag.engine.store
 
 
+def test_documents_deleted_after_a_killed_encoding_leave_no_packet_past_the_next_opening(
+    rag: KVPacketRAG, backbone: Any, monkeypatch: Any, tmp_path: Path
+):
+    rag.add([Document("d", LEASE)])
+    monkeypatch.setattr(rag.engine.encoder, "signature", replace(rag.engine.signature, adapter="another"))
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(ownership.Ownership, "_settle", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        rag._ingester.reencode()
+    remove_document(rag.index, rag.engine.store, "d")
+    with pipeline(backbone, tmp_path) as opened:
+        assert packet_files(tmp_path) == set() and len(opened.index) == 0
+
+
 def test_threads_that_add_at_the_same_time_lose_nothing(rag: KVPacketRAG):
     with ThreadPoolExecutor(4) as threads:
         reports = list(threads.map(lambda n: rag.add([long_document(6, f"d{n % 4}")]), range(8)))

@@ -32,6 +32,7 @@ from kvpacket_rag import (
     StoreError,
 )
 from kvpacket_rag.decode import GenerationSettings
+from kvpacket_rag.ownership import Ownership
 
 SHORT = GenerationSettings(max_new_tokens=2)
 QUESTION = "Who signed the lease of the harbour office?"
@@ -203,3 +204,19 @@ def test_a_folder_saved_over_a_remote_store_holds_its_packets_itself(tmp_path: P
     store = langchain(tmp_path / "saved")
     assert isinstance(store.engine.store, DiskStore) and len(store.engine.store) == 4
     close(store)
+
+
+@pytest.mark.parametrize("way", [langchain, llama_index])
+@pytest.mark.parametrize("opening", [pipeline, langchain])
+def test_what_a_killed_process_was_about_is_put_in_order_by_any_opening(
+    way: Open, opening: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    opened = add(way(tmp_path))
+    with monkeypatch.context() as patch:
+        patch.setattr(Ownership, "_settle", lambda _: None)
+        opened.delete({langchain: ["d1"], llama_index: "doc"}[way])
+    assert len(opened.engine.store) == 4
+    close(opened)
+    opened = opening(tmp_path)
+    assert len(opened.engine.store) == (0 if way is llama_index else 3)
+    close(opened)

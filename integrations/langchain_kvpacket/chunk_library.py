@@ -47,7 +47,6 @@ class ChunkLibrary:
         self.embedder = embedder
         self._ownership = Ownership(index, engine.store, self._packet_of, index.folder)
         join(engine, index, embedder, lock=self._ownership.turn())
-        self._ownership.recover()
 
     def put(self, chunks: Sequence[Chunk]) -> None:
         """Add chunks, or replace those whose ids are known; all or none.
