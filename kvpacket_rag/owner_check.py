@@ -71,3 +71,18 @@ def check_owners(index: PacketIndex, store: PacketStore) -> OwnerCheck:
     }
     has_none = not any((packet_id, owner) in owned for owner, packet_id in zip(names, packets.values(), strict=True))
     return OwnerCheck(rowless, {} if has_none and is_used_elsewhere(index) else unowned)
+
+
+def knows_none(index: PacketIndex, store: PacketStore) -> bool:
+    """Whether a store knows no packet of an index with rows that has its packets there, not even an evicted one.
+
+    Args:
+        index: whose rows are whole.
+        store: in its folder, or the object store it was built with.
+    """
+    if index.get_setting("signature") is None or (is_used_elsewhere(index) and not index.get_setting("remote")):
+        return False
+    packets = {packet_id for _, packet_id in index.rows()}
+    if isinstance(store, DiskStore):
+        return bool(packets) and packets.isdisjoint(known_packets(store))
+    return bool(packets) and not any(packet_id in store for packet_id in packets)

@@ -15,7 +15,7 @@ from test_cli_check import found_by, statement
 
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal
-from kvpacket_rag.owner_check import check_owners
+from kvpacket_rag.owner_check import check_owners, knows_none
 from kvpacket_rag.owners import owner_names
 from kvpacket_rag.store import DiskStore
 from kvpacket_rag.store.owned import ownerships
@@ -113,3 +113,32 @@ def test_an_index_whose_packets_lie_elsewhere_owns_none_here(index: Path, elsewh
             store.add_owner(packet_id, "langchain/intro.md")
             store.drop_owners([owner])
         assert len(check_owners(opened, store).unowned) == (0 if elsewhere else 4)
+
+
+def test_an_index_without_any_packet_is_not_well_until_it_is_encoded_again(kv: Run, index: Path) -> None:
+    shutil.rmtree(index / "packets")
+    (index / "packets.sqlite").unlink()
+    for options in ([], ["--repair"]):
+        code, found = found_by(kv, index, *options)
+        assert (code, found["chunks_without_packet"]) == (3, 4) and "no packet is left" in found["verdict"]
+    assert found["verdict"].endswith(f"'kvpacket ingest --index {index} --reencode'")
+    assert kv("ingest", "--index", index, "--reencode")[0] == 0
+    code, found = found_by(kv, index)
+    assert (code, found["verdict"], found["packets_whole"]) == (0, "all is well", 4)
+
+
+def test_packets_that_are_encoded_again_when_asked_for_are_no_fault(kv: Run, index: Path) -> None:
+    shutil.rmtree(index / "packets")
+    assert found_by(kv, index)[0] == 3
+    assert found_by(kv, index, "--repair")[0] == 0
+    code, found = found_by(kv, index)
+    assert (code, found["verdict"], found["chunks_without_packet"]) == (0, "all is well", 4)
+
+
+def test_an_index_whose_packets_never_lay_beside_it_is_well(index: Path) -> None:
+    with closing(PacketIndex.open(index)) as opened, closing(DiskStore(index)) as store:
+        for packet_id, _ in ownerships(store):
+            store.delete(packet_id)
+        assert knows_none(opened, store)
+        opened.set_setting("owner_prefix_elsewhere", "name/")
+        assert not knows_none(opened, store)

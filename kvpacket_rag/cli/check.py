@@ -88,6 +88,7 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
     """What was found in the folder of one index, and the exit code."""
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import change_lock
+    from kvpacket_rag.owner_check import knows_none
 
     with ExitStack() as opened:
         if repair:
@@ -101,12 +102,16 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
         # without what it says of itself, an index cannot tell which packets are its own: its rows stay as they are
         found: dict[str, Any] = _check_index(index, store, repair and is_known) if index is not None else {}
         packets = store.check(repair=repair, progress=_Percent())
-        is_left = index is not None and bool(index.faults() or index.damaged())
+        damaged = index.damaged() if index is not None else {}
+        is_left = index is not None and bool(index.faults() or damaged)
+        all_lost = index is not None and is_known and not damaged and knows_none(index, store)
     found |= _told(packets)
     wrong = any(found[name] for name in found if name not in _NO_FAULT)
     beyond_repair = repair and (is_left or not packets.repaired)
     found["verdict"] = _verdict(wrong, repair, beyond_repair, folder)
-    return found, _WRONG if wrong and (not repair or beyond_repair) else 0
+    if all_lost and (repair or not wrong) and not beyond_repair:
+        found["verdict"] = f"no packet is left: run 'kvpacket ingest --index {folder} --reencode'"
+    return found, _WRONG if all_lost or (wrong and (not repair or beyond_repair)) else 0
 
 
 def _opened(folder: Path, remote: str | None, repair: bool) -> DiskStore | RemoteStore:
