@@ -21,9 +21,9 @@ if TYPE_CHECKING:
 
 SUMMARY = "verify every packet and every row of an index"
 DESCRIPTION = (
-    "Reads all packets of a folder and compares their checksums, and looks for damaged rows, leftovers and wrong "
-    "counts; where the packets lie in an object store, those that the folder has of them. Loads no "
-    "model. Exits with 3 where something is wrong and was not repaired."
+    "Reads all packets of a folder and compares their checksums, and looks for damaged rows, packets whose rows are "
+    "gone, leftovers and wrong counts; where the packets lie in an object store, those that the folder has of them. "
+    "Loads no model. Exits with 3 where something is wrong and was not repaired."
 )
 _STORE_FILE = "packets.sqlite"
 _WRONG = 3
@@ -39,7 +39,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--repair",
         action="store_true",
-        help="set damaged packets aside, take damaged rows and their documents out, delete leftovers, count anew",
+        help="set damaged packets aside, take damaged rows and their documents out, delete leftovers and packets whose "
+        "rows are gone, count anew",
     )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
 
