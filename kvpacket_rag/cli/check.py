@@ -182,9 +182,7 @@ def _verdict(wrong: bool, repaired: bool, beyond_repair: bool, folder: Path) -> 
     if beyond_repair:
         return "a database is damaged: move the folder away and ingest the documents again"
     if repaired:
-        return (
-            "repaired; lost packets are encoded again when asked for, and documents taken out are to be ingested again"
-        )
+        return "repaired; ingest the documents again, which encodes what was lost and brings back documents taken out"
     return f"something is wrong; 'kvpacket check {folder} --repair' puts right what can be"
 
 
