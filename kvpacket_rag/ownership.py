@@ -87,8 +87,14 @@ class Ownership:
         """Put in order what a killed process left; nothing, if one is at it now, or the folder cannot be written."""
         if self._processes and self._noted():
             with self.threads, suppress(Timeout, OSError, StoreError), self._processes.acquire(timeout=0):
-                noted = set(self._noted())  # their rows know best: another framework may have written them
-                self._settle({chunk.chunk_id: name for chunk, name in self._index.rows() if chunk.chunk_id in noted})
+                self.finish()
+
+    def finish(self) -> list[str]:
+        """Put in order what is noted, for a caller that holds the folder's lock; ids of the rows it was about."""
+        if noted := self._noted():  # their rows know best: another framework may have written them
+            known = set(noted)
+            self._settle({chunk.chunk_id: name for chunk, name in self._index.rows() if chunk.chunk_id in known})
+        return noted
 
     def adopt(self) -> None:
         """Make every row an owner of its packet, which others may have brought into this store."""
@@ -109,8 +115,18 @@ class Ownership:
         return [f"{owner}\n(changing)" for owner in self.owners(names)]
 
     def _noted(self) -> list[str]:
-        names: list[str] = json.loads(self._index.get_setting(_NOTED) or "[]")
-        return names
+        return half_changed(self._index)
 
     def _note(self, names: Iterable[str]) -> None:
         self._index.set_setting(_NOTED, json.dumps(list(dict.fromkeys(names))))
+
+
+def half_changed(index: PacketIndex) -> list[str]:
+    """Ids of rows that a change was about which did not end: one of a process that was killed, or is at it now."""
+    names: list[str] = json.loads(index.get_setting(_NOTED) or "[]")
+    return names
+
+
+def finish_changes(index: PacketIndex, store: PacketStore) -> None:
+    """Put in order what a killed process left; the caller holds the folder's lock. Needs no model."""
+    Ownership(index, store, lambda chunk: chunk.chunk_id, None).finish()

@@ -12,11 +12,13 @@ from cli_samples import Run, docs_fixture, index_fixture, kv_fixture, tiny_fixtu
 from conftest import CHUNKS
 from pipeline_samples import NEW_LEASE
 from test_cli_check import found_by, statement
+from test_store import make_packet
 
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal
 from kvpacket_rag.owner_check import check_owners, knows_none
 from kvpacket_rag.owners import owner_names
+from kvpacket_rag.ownership import Ownership
 from kvpacket_rag.store import DiskStore
 from kvpacket_rag.store.owned import ownerships
 
@@ -142,3 +144,21 @@ def test_an_index_whose_packets_never_lay_beside_it_is_well(index: Path) -> None
         assert knows_none(opened, store)
         opened.set_setting("owner_prefix_elsewhere", "name/")
         assert not knows_none(opened, store)
+
+
+@pytest.mark.parametrize("way", ["delete", "repair"])
+def test_what_a_killed_change_kept_goes_with_the_next_deletion_or_repair(kv: Run, index: Path, way: str) -> None:
+    """A packet that was kept for a row that never came, under a name that is only used meanwhile."""
+    with closing(PacketIndex.open(index)) as opened, closing(DiskStore(index)) as store:
+        ownership = Ownership(opened, store, lambda chunk: chunk.chunk_id, None)
+        ownership._note(["new"])
+        store.put(make_packet(1), "never came", *ownership._guards(["new"]))
+        document = opened.documents()[0]
+    code, found = found_by(kv, index)
+    assert (code, found["chunks_half_changed"]) == (3, ["new"]) and "never came" in texts_of(index)
+    if way == "delete":
+        assert kv("delete", document, "--index", index)[0] == 0
+    else:
+        assert found_by(kv, index, "--repair")[0] == 0
+    assert "never came" not in texts_of(index) and len(texts_of(index)) == 4 - (way == "delete")
+    assert found_by(kv, index)[0] == 0

@@ -133,13 +133,16 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
     from kvpacket_rag.ingest import MARK
     from kvpacket_rag.journal import OwnerJournal
     from kvpacket_rag.owner_check import OwnerCheck, check_owners
+    from kvpacket_rag.ownership import finish_changes, half_changed
 
     faults, damaged, journal = index.faults(), index.damaged(), OwnerJournal(index, store)
     is_known = not index.damaged_settings()
     unsettled = journal.documents() if is_known else []
+    changing = half_changed(index) if is_known else []
     if repair:
         index.mend(MARK)  # before anything goes: a repair that is cut short may leave nothing that tells of it
         journal.settle(unsettled)
+        finish_changes(index, store)
         for document_id in damaged.values():
             if chunk_ids := index.chunk_ids(document_id):
                 journal.delete(document_id, chunk_ids)
@@ -156,6 +159,7 @@ def _check_index(index: PacketIndex, store: PacketStore, repair: bool) -> dict[s
         "faults_of_index": faults,
         "damaged_rows_of_index": [f"{chunk_id} of {document_id}" for chunk_id, document_id in damaged.items()],
         "documents_half_changed": unsettled,
+        "chunks_half_changed": changing,
         "chunks_without_packet": without,
         "chunks_not_owning_their_packet": len(owners.unowned),
         "packets_of_chunks_that_are_gone": len(owners.rowless),

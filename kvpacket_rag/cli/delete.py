@@ -29,6 +29,7 @@ def run(args: argparse.Namespace) -> None:
     require_index(args.index)
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import OwnerJournal, change_lock, remove_document
+    from kvpacket_rag.ownership import finish_changes
     from kvpacket_rag.store import open_store
 
     with (
@@ -36,6 +37,7 @@ def run(args: argparse.Namespace) -> None:
         closing(open_store(args.index, index.get_setting("remote"))) as store,
         change_lock(args.index),
     ):
+        finish_changes(index, store)
         known = [*index.documents(), *OwnerJournal(index, store).documents()]
         chosen = dict.fromkeys(_document_of(name, known) for name in args.documents)
         before = store.size_bytes
