@@ -122,9 +122,20 @@ class Ownership:
 
 
 def half_changed(index: PacketIndex) -> list[str]:
-    """Ids of rows that a change was about which did not end: one of a process that was killed, or is at it now."""
-    names: list[str] = json.loads(index.get_setting(_NOTED) or "[]")
-    return names
+    """Ids of rows that a change was about which did not end: one of a process that was killed, or is at it now.
+
+    Raises:
+        StoreError: what is noted is no list of ids.
+    """
+    try:
+        names = json.loads(index.get_setting(_NOTED) or "[]")
+    except (ValueError, RecursionError):
+        names = None
+    if isinstance(names, list) and all(isinstance(name, str) for name in names):
+        return names
+    raise StoreError(
+        "what the index says of its last change is damaged; move its folder away and ingest the documents again"
+    )
 
 
 def finish_changes(index: PacketIndex, store: PacketStore) -> None:

@@ -17,6 +17,7 @@ from kvpacket_rag.chunk import Chunk
 from kvpacket_rag.errors import StoreError, StoreFormatError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal
+from kvpacket_rag.ownership import finish_changes
 from kvpacket_rag.store import MemoryStore
 from kvpacket_rag.store.remote_record import ChunkRecord
 
@@ -53,8 +54,8 @@ names = st.sampled_from(["d0", "d1", "c0", "c1", "gone", ""])
 
 @settings(fuzz, max_examples=40)
 @given(
-    st.sampled_from(["unsettled", "deleting"]),
-    json_values | st.dictionaries(names, json_values | st.lists(names | json_values, max_size=3), max_size=3),
+    st.sampled_from(["unsettled", "deleting", "unsettled_nodes"]),
+    json_values | st.lists(names) | st.dictionaries(names, json_values | st.lists(names | json_values, max_size=3), max_size=3),
 )
 def test_any_journal_is_followed_or_refused_and_costs_no_row_it_does_not_name(key: str, journal: Any) -> None:
     index, store = PacketIndex.open(None), MemoryStore()
@@ -67,6 +68,7 @@ def test_any_journal_is_followed_or_refused_and_costs_no_row_it_does_not_name(ke
         own = OwnerJournal(index, store)
         own.finish_deletions()
         own.settle(own.documents())
+        finish_changes(index, store)
     left = {chunk.chunk_id for chunk, _ in index.rows()}
     assert left == {"c0", "c1"}  # without the other half of the journal no row goes
     assert all(make_packet(n).packet_id in store for n in range(2))
