@@ -55,7 +55,9 @@ names = st.sampled_from(["d0", "d1", "c0", "c1", "gone", ""])
 @settings(fuzz, max_examples=40)
 @given(
     st.sampled_from(["unsettled", "deleting", "unsettled_nodes"]),
-    json_values | st.lists(names) | st.dictionaries(names, json_values | st.lists(names | json_values, max_size=3), max_size=3),
+    json_values
+    | st.lists(names)
+    | st.dictionaries(names, json_values | st.lists(names | json_values, max_size=3), max_size=3),
 )
 def test_any_journal_is_followed_or_refused_and_costs_no_row_it_does_not_name(key: str, journal: Any) -> None:
     index, store = PacketIndex.open(None), MemoryStore()
