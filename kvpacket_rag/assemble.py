@@ -90,13 +90,14 @@ class Context:
         Raises:
             PacketError: the packet's shapes are not those of the plan.
         """
-        check_shapes(packet.groups, self.plan, packet.packet_id)
+        groups = packet.groups
+        check_shapes(groups, self.plan, packet.packet_id)
         place = self.reserve(packet.num_slots, packet.span)
         slots = slice(place.slot, place.slot + place.num_tokens)
-        tensors = [stored for stored in packet.groups if isinstance(stored, Tensor)]
+        tensors = [stored for stored in groups if isinstance(stored, Tensor)]
 
         def lay(part: int, parts: int) -> None:
-            for buffer, stored, group in zip(self.buffers, packet.groups, self.plan.groups, strict=True):
+            for buffer, stored, group in zip(self.buffers, groups, self.plan.groups, strict=True):
                 layers = slice(len(buffer) * part // parts, len(buffer) * (part + 1) // parts)
                 target = buffer[layers, row, :, slots]
                 if isinstance(stored, QuantizedTensor):
@@ -104,7 +105,7 @@ class Context:
                 else:
                     realign_into(target, _bring(stored[layers], target.device), group.rotation, place.position)
 
-        on_host = self.buffers[0].device.type == "cpu" and len(tensors) == len(packet.groups)
+        on_host = self.buffers[0].device.type == "cpu" and len(tensors) == len(groups)
         in_threads(lay, sum(tensor.nbytes for tensor in tensors) if on_host else 0)
         return place
 

@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from typing import Any
 
 import torch
@@ -80,10 +80,13 @@ def in_threads(work: Callable[[int, int], None], num_bytes: int) -> None:
             work(part, threads)
 
     others = [_threads().submit(take) for _ in range(threads - 1)]
-    take()
-    for other in others:
-        if not other.cancel():
-            other.result()
+    try:
+        take()
+    finally:  # whatever happened: nobody may write any more when this returns
+        at_work = [other for other in others if not other.cancel()]
+        wait(at_work)
+    for other in at_work:
+        other.result()
 
 
 def _loop(name: str, target: Tensor, start: int, length: int) -> Callable[..., None] | None:

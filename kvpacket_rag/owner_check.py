@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.journal import OwnerJournal
 from kvpacket_rag.owners import add_owners, is_used_elsewhere, owner_names
+from kvpacket_rag.ownership import CHANGING
 from kvpacket_rag.store import DiskStore, PacketStore
 from kvpacket_rag.store.owned import known_packets, ownerships
-
-_CHANGING = "\n(changing)"  # ends the names under which packets are kept while their rows change
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,10 +59,10 @@ def check_owners(index: PacketIndex, store: PacketStore) -> OwnerCheck:
     rowless = {
         owner: packet_id
         for packet_id, owner in before & after
-        if prefix and owner.startswith(prefix) and not owner.endswith(_CHANGING)
+        if prefix and owner.startswith(prefix) and not owner.endswith(CHANGING)
         if owner not in names and owner not in unsettled
     }
-    owned = {(packet_id, owner.removesuffix(_CHANGING)) for packet_id, owner in before | after}
+    owned = {(packet_id, owner.removesuffix(CHANGING)) for packet_id, owner in before | after}
     unowned = {
         chunk_id: packets[chunk_id]
         for owner, chunk_id in names.items()

@@ -18,6 +18,7 @@ from kvpacket_rag.journal import change_lock
 from kvpacket_rag.owners import add_owners, adopt, owner_names
 from kvpacket_rag.store import PacketStore
 
+CHANGING = "\n(changing)"  # ends the names under which packets are kept while their rows change
 _NOTED = "unsettled_nodes"
 # Of threads that change one index, over however many objects.
 _turns: WeakKeyDictionary[PacketIndex, threading.RLock] = WeakKeyDictionary()
@@ -89,12 +90,11 @@ class Ownership:
             with self.threads, suppress(Timeout, OSError, StoreError), self._processes.acquire(timeout=0):
                 self.finish()
 
-    def finish(self) -> list[str]:
-        """Put in order what is noted, for a caller that holds the folder's lock; ids of the rows it was about."""
+    def finish(self) -> None:
+        """Put in order what is noted, for a caller that holds the folder's lock."""
         if noted := self._noted():  # their rows know best: another framework may have written them
-            known = set(noted)
-            self._settle({chunk.chunk_id: name for chunk, name in self._index.rows() if chunk.chunk_id in known})
-        return noted
+            ids = set(noted)
+            self._settle({chunk.chunk_id: name for chunk, name in self._index.rows() if chunk.chunk_id in ids})
 
     def adopt(self) -> None:
         """Make every row an owner of its packet, which others may have brought into this store."""
@@ -112,7 +112,7 @@ class Ownership:
         self._note([])
 
     def _guards(self, names: Iterable[str]) -> list[str]:
-        return [f"{owner}\n(changing)" for owner in self.owners(names)]
+        return [owner + CHANGING for owner in self.owners(names)]
 
     def _noted(self) -> list[str]:
         return half_changed(self._index)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import sys
+import threading
+import time
 
 import pytest
 import torch
@@ -104,6 +106,25 @@ def test_what_a_thread_raises_is_raised(monkeypatch):
     for bad in range(3):
         with pytest.raises(ZeroDivisionError):
             fused.in_threads(lambda part, _, bad=bad: 1 // (part - bad), 1 << 40)
+
+
+def test_nobody_is_at_work_any_more_when_a_part_has_failed(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
+    begun, failing, done = threading.Event(), threading.Event(), threading.Event()
+
+    def work(part: int, parts: int) -> None:
+        if threading.current_thread() is threading.main_thread():
+            assert begun.wait(60)
+            failing.set()
+            raise ZeroDivisionError
+        begun.set()
+        assert failing.wait(60)
+        time.sleep(0.2)
+        done.set()
+
+    with pytest.raises(ZeroDivisionError):
+        fused.in_threads(work, 1 << 40)
+    assert done.is_set()
 
 
 def test_several_threads_lay_out_what_one_does(monkeypatch):
