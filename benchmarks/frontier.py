@@ -4,7 +4,8 @@
 
 Every figure is kept in OUT/records.jsonl as soon as it is measured, so a run may be stopped and goes on from there.
 With --single, one joint cache of all chunks is made smaller in the same ways, its preamble kept whole, as packets'
-preambles are.
+preambles are. With random among the presses, the last column says what a press adds to the divergence of whole packets,
+by what as many tokens left out at random add, with a 95 % interval over all questions.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from pathlib import Path
 from kvpacket_rag.cli.output import table
 from kvpacket_rag.datasets import open_dataset
 from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.evaluation.bootstrap import estimate
 from kvpacket_rag.evaluation.plots import plot_frontier
 from kvpacket_rag.evaluation.questions import PromptSettings
 from kvpacket_rag.evaluation.records import Record, RecordFile
@@ -33,7 +35,7 @@ def read_arguments() -> argparse.Namespace:
     parser.add_argument("--limit", type=int, default=40, help="questions of each data set")
     parser.add_argument("--ratios", type=float, nargs="+", default=RATIOS, help="share of tokens removed")
     parser.add_argument("--schemes", nargs="+", default=SCHEMES, help="ways to quantise")
-    parser.add_argument("--presses", nargs="+", default=["compactor"], help="what chooses the tokens to remove")
+    parser.add_argument("--presses", nargs="+", default=["reread"], help="what chooses the tokens to remove")
     parser.add_argument("--single", action="store_true", help="also a single cache of all chunks")
     parser.add_argument("--model", default="smollm2-135m-instruct")
     parser.add_argument("--adapter", default="auto")
@@ -78,11 +80,16 @@ def main() -> None:
     args = read_arguments()
     curves = curves_of(args)
     methods = list(dict.fromkeys(name for names in curves.values() for name in names))
-    rows = summarise(list(measured(args, methods)))
+    records = list(measured(args, methods))
+    rows = summarise(records)
     part = MEAN if len(args.data) > 1 else rows[0]["part"]
     by_method = {row["method"]: row for row in rows if row["part"] == part}
-    header = ["method", "n", "F1", "KL", "KL / plain's", "bytes a token"]
-    print(table(header, [_cells(row, by_method) for row in by_method.values()]))
+    header = ["method", "n", "F1", "KL", "KL / plain's", "bytes a token", "added / random's"]
+    print(
+        table(
+            header, [[*_cells(row, by_method), _against_chance(row["method"], records)] for row in by_method.values()]
+        )
+    )
     lines = {name: [by_method[method] for method in names] for name, names in curves.items()}
     plot_frontier(lines, args.out / "frontier.png")
 
@@ -91,6 +98,21 @@ def _cells(row: Row, by_method: dict[str, Row]) -> list[str]:
     share = row["kl"] / by_method["plain"]["kl"]
     figures = f"{row['f1']:.3f}", f"{row['kl']:.4f}", f"{share:.3f}", f"{row['bytes_per_token']:,.0f}"
     return [row["method"], str(row["n"]), *figures]
+
+
+def _against_chance(method: str, records: Sequence[Record]) -> str:
+    """Divergence added to that of whole packets, by what the same share left out at random adds."""
+    base, _, size = method.partition("@")
+    press, _, rest = size.partition("-")
+    kl: dict[str, dict[tuple[str, str], float]] = {}
+    for record in records:
+        kl.setdefault(record.method, {})[record.data, record.sample_id] = record.kl
+    whole, chance = f"{base}@none", f"{base}@random-{rest}"
+    if press == "random" or whole not in kl or chance not in kl or not rest:
+        return ""
+    columns = [[kl[name][question] for question in kl[whole]] for name in (method, chance, whole)]
+    found = estimate(lambda ours, theirs, none: (ours - none).sum(-1) / (theirs - none).sum(-1), *columns)
+    return f"{found.value:.2f} ({found.low:.2f} to {found.high:.2f})"
 
 
 if __name__ == "__main__":

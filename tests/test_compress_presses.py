@@ -32,7 +32,7 @@ from kvpacket_rag.packet import Packet
 from kvpacket_rag.store import DiskStore
 
 TEXT = " ".join(CHUNKS[:2])
-OWN = ("random", "keydiff", "mixkv")
+OWN = ("random", "reread", "keydiff", "mixkv")
 ALL = [*OWN, *(name for name in PRESSES if name not in (*OWN, "kvzap") and find_spec("kvpress"))]
 
 
@@ -120,6 +120,46 @@ def test_mixkv_keeps_what_its_formulae_say(backbone, adapter):
             assert packet.kept[layer, head].tolist() == sorted([*best, *range(n - w, n)])
 
 
+def test_reread_keeps_what_a_second_reading_would_take_most_from(make_model, tokenizer):
+    """Attention by the model itself, of a copy of the text that sees the first one alone, in its first layer.
+
+    There a copy reads the same numbers as the text, wherever it stands.
+    """
+    scaled = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 512, "rope_theta": 10000.0}
+    for settings in ({}, {"rope_parameters": scaled}):
+        backbone = Backbone(make_model(**settings), tokenizer)
+        full, packet = whole(backbone, Adapter.empty(64)), encode(backbone, Adapter.empty(64), "reread:0.5")
+        n, model = full.span, backbone.model
+        first = torch.arange(n)
+        seen = torch.ones(n, n, dtype=torch.bool).tril()
+        mask = torch.zeros(2 * n, 2 * n, dtype=torch.bool)
+        mask[:n, :n], mask[n:, :n] = seen, True
+        model.set_attn_implementation("eager")
+        attention = model(
+            input_ids=torch.tensor([backbone.token_ids(TEXT)]).repeat(1, 2),
+            position_ids=torch.cat([first, first + n - 1])[None],
+            attention_mask=torch.zeros(1, 1, 2 * n, 2 * n).masked_fill(~mask, -torch.inf),
+            output_attentions=True,
+        ).attentions[0][0, :, n:, :n]
+        for head in range(2):
+            size = [float(value.norm()) for value in full.groups[1][0, head]]
+            score = [
+                sum(float(w) ** 2 for w in attention[2 * head : 2 * head + 2, :, i].flatten()) ** 0.5 * size[i]
+                for i in range(n)
+            ]
+            best = sorted(range(n), key=lambda i: -score[i])[: packet.num_slots]
+            assert packet.kept is not None and packet.kept[0, head].tolist() == sorted(best)
+
+
+def test_reread_scores_long_chunks_piece_by_piece(backbone, monkeypatch):
+    text = " ".join([*CHUNKS] * 3)
+    at_once = encode(backbone, Adapter.empty(64), "reread:0.5", text)
+    monkeypatch.setattr("kvpacket_rag.compress.press._BLOCK", 7)
+    in_pieces = encode(backbone, Adapter.empty(64), "reread:0.5", text)
+    same = (at_once.tensors[-1] == in_pieces.tensors[-1]).float().mean()
+    assert same > 0.95  # sums are rounded in another order
+
+
 def test_keydiff_keeps_the_keys_least_like_the_mean(backbone, adapter):
     packet, full = encode(backbone, adapter, "keydiff:0.4"), whole(backbone, adapter)
     keys = full.groups[0][1, 0].double()
@@ -129,7 +169,7 @@ def test_keydiff_keeps_the_keys_least_like_the_mean(backbone, adapter):
     assert packet.kept is not None and packet.kept[1, 0].tolist() == expected
 
 
-@pytest.mark.parametrize("press", ["mixkv", "leverage"])
+@pytest.mark.parametrize("press", ["reread", "mixkv", "leverage"])
 def test_the_low_rank_update_is_active_while_tokens_are_scored(press, backbone, monkeypatch):
     """A press that saw keys of the bare model would find them different from those cached, and refuse."""
     if press not in ALL:
@@ -199,7 +239,7 @@ def test_settings_of_a_press_change_the_packets_name(backbone, adapter):
         ("random:nan", "NAME:RATIO"),
         ("random", "NAME:RATIO"),
         ("random:much", "NAME:RATIO"),
-        ("adakv:0.3", "random, keydiff, mixkv"),
+        ("adakv:0.3", "random, reread, keydiff, mixkv"),
         ("", "NAME:RATIO"),
     ],
 )

@@ -10,7 +10,7 @@ from typing import Self
 
 from kvpacket_rag.errors import PacketError
 
-PRESSES = ("random", "keydiff", "mixkv", "cur", "leverage", "tova", "snapkv", "compactor", "kvzap")
+PRESSES = ("random", "reread", "keydiff", "mixkv", "cur", "leverage", "tova", "snapkv", "compactor", "kvzap")
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from kvpacket_rag.compress.compression import Compression
 from kvpacket_rag.compress.kept import pack_positions
-from kvpacket_rag.compress.press import KeyDiffPress, LayerView, MixKVPress, Press, RandomPress, turn
+from kvpacket_rag.compress.press import KeyDiffPress, LayerView, MixKVPress, Press, RandomPress, RereadPress, turn
 from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.rope import RotaryPlan
 
@@ -195,7 +195,12 @@ class Compressor:
 
 
 def _make_press(compression: Compression, model: nn.Module) -> Press:
-    own: dict[str, Callable[[], Press]] = {"random": RandomPress, "keydiff": KeyDiffPress, "mixkv": MixKVPress}
+    own: dict[str, Callable[[], Press]] = {
+        "random": RandomPress,
+        "reread": RereadPress,
+        "keydiff": KeyDiffPress,
+        "mixkv": MixKVPress,
+    }
     if compression.press in own:
         return own[compression.press]()
     from kvpacket_rag.compress.kvpress_scores import KVPress, KVzapPress  # late: it loads transformers' models

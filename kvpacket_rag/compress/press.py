@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, normalize
 
 Needs = Literal["tensors", "hidden", "projections"]
+_BLOCK = 256  # queries whose attention is in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,6 +101,34 @@ class KeyDiffPress:
         raise NotImplementedError
 
 
+class RereadPress:
+    """Keeps the tokens that would add most, were the chunk read again right behind itself.
+
+    What a token adds to a query's output is its attention times the size of its value; the root mean square of that
+    over all queries of a head is the score. Attention alone would rate tokens highest that serve as sinks, and their
+    values are close to nothing (VATP, arXiv 2406.12335). A second reading stands for questions that are not known yet
+    (KVzip, arXiv 2505.23416); here the queries of the first are turned to where they would then be, so that the model
+    reads once only.
+    """
+
+    needs: Needs = "projections"
+    settings = "reread"
+
+    def score(self, layer: LayerView, num_kept: int, seed: int) -> Tensor:
+        """See :meth:`Press.score`."""
+        keys = layer.keys[0].float()[:, None]  # (heads, 1, tokens, width)
+        queries = _turn_behind(_queries(layer), layer)
+        squares = torch.zeros(layer.keys.shape[1:3], device=keys.device)
+        for some in queries.split(_BLOCK, dim=2):
+            squares += (some @ keys.transpose(-1, -2) * _scaling(layer)).softmax(-1).square().sum((1, 2))
+        size: Tensor = layer.values[0].float().norm(dim=-1)
+        return squares.div(queries.shape[1] * queries.shape[2]).sqrt() * size
+
+    def project_keys(self, layer: LayerView) -> Tensor:
+        """See :meth:`Press.project_keys`."""
+        return _project(layer.module, layer.hidden, "k", layer.keys.shape[3])
+
+
 class MixKVPress:
     """Mixes importance and diversity, the more of the latter the more alike a head's keys are (arXiv 2510.20707).
 
@@ -150,14 +179,32 @@ def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def _window_attention(layer: LayerView, window: int) -> Tensor:
     """(heads, tokens - window): attention of the last tokens to all before, the mean over them and a head's queries."""
-    heads, num_tokens, width = layer.keys.shape[1:]
-    queries = turn(_project(layer.module, layer.hidden, "q", width), layer.cos, layer.sin)  # type: ignore[arg-type]
-    recent = queries[0, :, -window:].float().unflatten(0, (heads, -1))  # (heads, queries a head, window, width)
-    scaling = getattr(layer.module, "scaling", width**-0.5)
-    weights = recent @ layer.keys[0].float()[:, None].transpose(-1, -2) * scaling
+    num_tokens = layer.keys.shape[2]
+    recent = _queries(layer)[:, :, -window:]
+    weights = recent @ layer.keys[0].float()[:, None].transpose(-1, -2) * _scaling(layer)
     later = torch.ones(window, num_tokens, dtype=torch.bool, device=weights.device).triu(num_tokens - window + 1)
     attention: Tensor = weights.masked_fill(later, -torch.inf).softmax(-1)
     return attention[..., :-window].mean((1, 2))
+
+
+def _queries(layer: LayerView) -> Tensor:
+    """(heads, queries a head, tokens, width) in float32, turned to their positions."""
+    heads, _, width = layer.keys.shape[1:]
+    queries = turn(_project(layer.module, layer.hidden, "q", width), layer.cos, layer.sin)  # type: ignore[arg-type]
+    grouped: Tensor = queries[0].float().unflatten(0, (heads, -1))
+    return grouped
+
+
+def _turn_behind(queries: Tensor, layer: LayerView) -> Tensor:
+    """Queries at positions from 0, moved so that the first is where the last was."""
+    cos, sin = layer.cos[:, -1:].float(), layer.sin[:, -1:].float()  # type: ignore[index]
+    scale = torch.hypot(cos, sin)  # of models that scale attention by their angles; it is in the queries already
+    return turn(queries, cos / scale, sin / scale)
+
+
+def _scaling(layer: LayerView) -> float:
+    """What a layer multiplies queries by keys with."""
+    return float(getattr(layer.module, "scaling", layer.keys.shape[3] ** -0.5))
 
 
 def _project(module: nn.Module, hidden: Tensor | None, which: Literal["q", "k"], width: int) -> Tensor:
