@@ -1,8 +1,11 @@
 from __future__ import annotations
 
 import pytest
+from transformers import MistralConfig
 
-from kvpacket_rag.bench.size import quantised
+from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.bench.size import quantised, thinned
+from kvpacket_rag.compress.press import RandomPress
 from kvpacket_rag.engine import KVPacketEngine
 
 
@@ -21,3 +24,15 @@ def test_bytes_are_a_share_of_those_in_16_bits(figures: dict[str, float]):
     """Of 16 channels: 8 or 4 bits each, and 24 bits of scale and zero point for a token's values."""
     assert figures["bytes_int8"] == pytest.approx((8 + (8 + 24 / 16)) / 32, rel=0.05)
     assert figures["bytes_k8v4"] == pytest.approx((8 + (4 + 24 / 16)) / 32, rel=0.05)
+
+
+def test_a_press_that_chooses_as_chance_does_is_as_far_away(backbone, adapter, monkeypatch):
+    engine = KVPacketEngine(backbone, adapter=adapter)
+    apart = thinned(engine, 1)
+    monkeypatch.setattr("kvpacket_rag.compress.compressor.RereadPress", RandomPress)
+    assert thinned(engine, 1) == {"press_over_random_30": 1.0, "press_over_random_50": 1.0} != apart
+
+
+def test_a_model_whose_packets_cannot_be_thinned_has_no_such_figures(make_model, tokenizer, caplog):
+    engine = KVPacketEngine(Backbone(make_model(MistralConfig, sliding_window=64), tokenizer))
+    assert thinned(engine, 1) == {} and "64 tokens back" in caplog.text

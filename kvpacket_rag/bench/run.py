@@ -60,6 +60,7 @@ PARTS: dict[str, Callable[[KVPacketEngine, BenchOptions], dict[str, float]]] = {
     "batch": lambda engine, o: batches.throughput(engine, o.tokens, max(1, o.repeats // 3)),
     "ingest": lambda engine, o: memory.ingest(engine, o.chunks, o.repeats),
     "size": lambda engine, o: size.quantised(engine, o.repeats),
+    "presses": lambda engine, o: size.thinned(engine, o.repeats),
     "speedup": _speedups,
 }
 
