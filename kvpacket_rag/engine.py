@@ -93,7 +93,7 @@ class KVPacketEngine(Answering):
             device: ``"auto"`` takes CUDA, then MPS, then the CPU.
             dtype: ``"auto"`` takes bfloat16 where the device computes it fast, else float32.
             min_match_tokens: see the class.
-            compress: a press and the share of every packet's tokens that it removes, such as ``"compactor:0.3"``;
+            compress: a press and the share of every packet's tokens that it removes, such as ``"reread:0.3"``;
                 None to keep all. Answers change, the more the more is removed.
             quantize: ``"int8"``, ``"k8v4"`` (smaller) or ``"int4"`` (smallest, with a loss); None for the model's own
                 numbers.

@@ -19,7 +19,7 @@ from kvpacket_rag.models import resolve_model
 from kvpacket_rag.owners import knows_packets, name_new
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.shipped import is_shipped
-from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, open_store
+from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, open_store, reopen_store
 
 ADAPTER_FILE = "adapter.safetensors"
 _DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -134,8 +134,13 @@ class Origin:
         Args:
             remote: URL of an object store for an index that has none yet.
             cache_bytes: cap on the packets that lie in the folder.
+
+        Raises:
+            StoreError: the index names an object store that its packets were never put into.
         """
-        return open_store(self._require_folder(), remote or self._index.get_setting("remote"), cache_bytes)
+        if remote:
+            return open_store(self._require_folder(), remote, cache_bytes)
+        return reopen_store(self._require_folder(), self._index.get_setting("remote"), cache_bytes)
 
     def check(self, engine: KVPacketEngine, embedder: str, reencode: bool = False) -> bool:
         """Whether packets have to be made anew, all or the lost ones, which is only said if ``reencode`` allows it.

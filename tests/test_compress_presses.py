@@ -294,7 +294,7 @@ def test_a_latent_cache_can_be_thinned_but_not_read_for_queries(make_model, toke
         encode(backbone, Adapter.empty(64), "mixkv:0.3")
 
 
-@pytest.mark.parametrize("press", [name for name in ALL if name in ("mixkv", "snapkv", "compactor")])
+@pytest.mark.parametrize("press", [name for name in ALL if name in ("reread", "mixkv", "snapkv", "compactor")])
 def test_models_with_normalised_queries_are_read_as_they_are(press, make_model, tokenizer):
     backbone = Backbone(make_model(Qwen3Config, head_dim=16), tokenizer)
     assert encode(backbone, Adapter.empty(64), f"{press}:0.3").kept is not None

@@ -169,3 +169,21 @@ def test_checking_puts_nothing_into_the_object_store_that_a_folder_names(kv: Run
     (index / "packets.sqlite").unlink()
     assert kv("check", index)[0] == 1
     assert not (tmp_path / "objects").exists()
+
+
+def test_packets_go_nowhere_because_a_folder_says_so(kv: Run, docs: Path, tmp_path: Path, url: str):
+    """Only a URL that is named by hand is one to upload to, or one that the packets were put to before."""
+    index = tmp_path / "index"
+    assert kv("ingest", docs, "--index", index)[0] == 0
+    with closing(PacketIndex.open(index)) as opened:
+        opened.set_setting("remote", url)
+    commands = ("ask", QUESTION), ("ingest", docs), ("delete", "harbour.md"), ("check", "--repair")
+    for command, *rest in commands:
+        place = [index] if command == "check" else ["--index", index]
+        code, _, err = kv(command, *rest, *place)
+        assert code == 1 and "never put there" in err and "--remote" in err, command
+    with pytest.raises(StoreError, match="remote=URL"):
+        KVPacketRAG.open(index)
+    assert not (tmp_path / "objects").exists()
+    assert kv("ingest", docs, "--index", index, "--remote", url)[0] == 0 and len(objects(tmp_path)) == 4
+    assert kv("ask", QUESTION, "--index", index)[0] == 0

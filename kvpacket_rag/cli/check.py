@@ -117,15 +117,13 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
 
 def _opened(folder: Path, remote: str | None, repair: bool) -> DiskStore | RemoteStore:
     """The store of a folder; without repair, nothing is put or made where the folder says that its packets go."""
-    from kvpacket_rag.store import RemoteStore, open_store
-    from kvpacket_rag.store.remote_cache import RemoteCache
+    from kvpacket_rag.store import DiskStore, RemoteStore, reopen_store
+    from kvpacket_rag.store.remote_cache import was_never_put
 
     if not remote or repair:
-        return open_store(folder, remote, sweep=False)
-    cache = RemoteCache(folder, sweep=False)
-    if cache.url is None and cache.ids():  # they were never put there, which opening it would do
-        return cache
-    cache.close()
+        return reopen_store(folder, remote, sweep=False)
+    if was_never_put(folder):
+        return DiskStore(folder, sweep=False)
     return RemoteStore(remote, folder, sweep=False, create=False)
 
 

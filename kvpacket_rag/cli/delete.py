@@ -30,11 +30,11 @@ def run(args: argparse.Namespace) -> None:
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import OwnerJournal, change_lock, remove_document
     from kvpacket_rag.ownership import finish_changes
-    from kvpacket_rag.store import open_store
+    from kvpacket_rag.store import reopen_store
 
     with (
         closing(PacketIndex.open(args.index)) as index,
-        closing(open_store(args.index, index.get_setting("remote"))) as store,
+        closing(reopen_store(args.index, index.get_setting("remote"))) as store,
         change_lock(args.index),
     ):
         finish_changes(index, store)

@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         type=_names,
         help="any of full, prefix, packet, plain, none, legolink-0, epic-N, random-R, cacheblend-R, a3-R, sam-kv, "
         "sam-kv-large, and packet@SIZE, plain@SIZE, single@SIZE with a press, a way to quantise or both, such as "
-        f"packet@compactor-0.3+k8v4; separated by commas (default: {','.join(_DEFAULT_METHODS)})",
+        f"packet@reread-0.3+k8v4; separated by commas (default: {','.join(_DEFAULT_METHODS)})",
     )
     parser.add_argument("--limit", metavar="N", type=positive, help="the first N questions of each data set")
     parser.add_argument("--split", choices=("train", "dev"), default="dev", help="default: %(default)s")

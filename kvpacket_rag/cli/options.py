@@ -51,8 +51,8 @@ def add_reduction(parser: argparse._ActionsContainer) -> None:
         "--compress",
         metavar="PRESS:RATIO",
         type=press_and_ratio,
-        help="leave this share of every packet's tokens out, such as compactor:0.3; needs kvpress but for random, "
-        "keydiff and mixkv (default: that of the index, 'none' for a new one)",
+        help="leave this share of every packet's tokens out, such as reread:0.3; needs kvpress but for random, "
+        "reread, keydiff and mixkv (default: that of the index, 'none' for a new one)",
     )
     parser.add_argument(
         "--quantize",

@@ -42,7 +42,7 @@ class Compression:
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From ``"NAME:RATIO"``, such as ``"compactor:0.3"``.
+        """From ``"NAME:RATIO"``, such as ``"reread:0.3"``.
 
         May be followed by ``":protect"``, to keep soft tokens, and by ``":weights=FOLDER"``.
 
@@ -58,7 +58,7 @@ class Compression:
             ratio = math.nan
         if form is None or math.isnan(ratio):
             raise PacketError(
-                f"{text!r} says nothing of how to compress; expected NAME:RATIO, such as compactor:0.3, with the share "
+                f"{text!r} says nothing of how to compress; expected NAME:RATIO, such as reread:0.3, with the share "
                 f"that is removed and one of {', '.join(PRESSES)}"
             )
         weights = Path(form["weights"]).expanduser().absolute() if form["weights"] else None

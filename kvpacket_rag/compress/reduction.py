@@ -36,7 +36,7 @@ class Reduction:
 
     @classmethod
     def parse(cls, label: str) -> Self:
-        """From ``"compactor:0.3+k8v4"``, ``"compactor-0.3"`` or ``"k8v4"``.
+        """From ``"reread:0.3+k8v4"``, ``"reread-0.3"`` or ``"k8v4"``.
 
         Raises:
             PacketError: what is asked for is not known.

@@ -6,8 +6,9 @@ from kvpacket_rag.store.check import StoreCheck, StoreState
 from kvpacket_rag.store.disk import DiskStore
 from kvpacket_rag.store.memory import MemoryStore
 from kvpacket_rag.store.metrics import StoreCounts, StoreMetrics
+from kvpacket_rag.store.opening import open_store, reopen_store
 from kvpacket_rag.store.protocol import KnownChunk, PacketStore
-from kvpacket_rag.store.remote import RemoteStore, open_store
+from kvpacket_rag.store.remote import RemoteStore
 from kvpacket_rag.store.remote_bucket import is_url
 from kvpacket_rag.store.tiered import TieredStore
 
@@ -24,4 +25,5 @@ __all__ = [
     "TieredStore",
     "is_url",
     "open_store",
+    "reopen_store",
 ]

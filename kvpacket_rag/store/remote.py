@@ -16,13 +16,12 @@ from typing import Any, Self
 from kvpacket_rag.errors import PacketCorruptError, PacketError, PacketNotFoundError, StoreError
 from kvpacket_rag.packet import Packet, PacketSignature
 from kvpacket_rag.store.check import OnBytes, StoreCheck
-from kvpacket_rag.store.disk import DiskStore
 from kvpacket_rag.store.eviction import Eviction
 from kvpacket_rag.store.folder import CATALOGUE
 from kvpacket_rag.store.metrics import StoreMetrics, Tier
 from kvpacket_rag.store.packet_file import packet_parts
 from kvpacket_rag.store.protocol import KnownChunk, require_packet_id
-from kvpacket_rag.store.remote_bucket import Bucket, is_url
+from kvpacket_rag.store.remote_bucket import Bucket
 from kvpacket_rag.store.remote_cache import RemoteCache
 from kvpacket_rag.store.remote_owners import RemoteOwners
 from kvpacket_rag.store.remote_record import packet_key, quarantine_key, record_key
@@ -270,24 +269,6 @@ def _is_cache_of(folder: Path | str, url: str) -> bool:
         return False
     with closing(RemoteCache(folder, sweep=False)) as cache:
         return cache.url == url.rstrip("/")
-
-
-def open_store(
-    place: Path | str, remote: str | None = None, max_bytes: int | None = None, *, sweep: bool = True
-) -> DiskStore | RemoteStore:
-    """The store of a folder or a URL.
-
-    Args:
-        place: the folder, or the URL.
-        remote: URL of the object store that the folder is a cache of, if it is one.
-        max_bytes: cap on the packets that lie in the folder.
-        sweep: see :class:`~kvpacket_rag.store.DiskStore`.
-    """
-    if remote:
-        return RemoteStore(remote, place, max_bytes, sweep=sweep)
-    if is_url(place):
-        return RemoteStore(place, None, max_bytes, sweep=sweep)
-    return DiskStore(place, max_bytes, sweep=sweep)
 
 
 def _default_cache(url: str) -> Path:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import closing
+from pathlib import Path
 
 from kvpacket_rag.errors import PacketNotFoundError, StoreError, StoreFullError
 from kvpacket_rag.packet import Packet
@@ -124,6 +126,12 @@ class RemoteCache(DiskStore):
         """Note that the packets are those of an object store."""
         with self._catalogue.transaction() as changes:
             changes.note(_REMOTE, url)
+
+
+def was_never_put(folder: Path | str) -> bool:
+    """Whether a folder holds packets that no object store has, as far as the folder knows."""
+    with closing(RemoteCache(folder, sweep=False)) as cache:
+        return cache.url is None and bool(cache.ids())
 
 
 def _keeper(packet_id: str) -> str:

@@ -70,5 +70,5 @@ def parse_method(text: str, bench: Bench) -> Method:
     raise KVPacketError(
         f"there is no method {text!r}; known are {', '.join(METHOD_FORMS)}, with a number of tokens for N and a "
         "ratio of 0 to 1 for R, such as epic-16 and cacheblend-0.15, and a press, a way to quantise or both for SIZE, "
-        "such as packet@compactor-0.3+k8v4"
+        "such as packet@reread-0.3+k8v4"
     )

@@ -1,0 +1,51 @@
+"""Which store a folder or a URL is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from kvpacket_rag.errors import StoreError
+from kvpacket_rag.store.disk import DiskStore
+from kvpacket_rag.store.remote import RemoteStore
+from kvpacket_rag.store.remote_bucket import is_url
+from kvpacket_rag.store.remote_cache import was_never_put
+
+
+def open_store(
+    place: Path | str, remote: str | None = None, max_bytes: int | None = None, *, sweep: bool = True
+) -> DiskStore | RemoteStore:
+    """The store of a folder or a URL.
+
+    Args:
+        place: the folder, or the URL.
+        remote: URL of the object store that the folder is a cache of, if it is one.
+        max_bytes: cap on the packets that lie in the folder.
+        sweep: see :class:`~kvpacket_rag.store.DiskStore`.
+    """
+    if remote:
+        return RemoteStore(remote, place, max_bytes, sweep=sweep)
+    if is_url(place):
+        return RemoteStore(place, None, max_bytes, sweep=sweep)
+    return DiskStore(place, max_bytes, sweep=sweep)
+
+
+def reopen_store(
+    folder: Path | str, noted: str | None, max_bytes: int | None = None, *, sweep: bool = True
+) -> DiskStore | RemoteStore:
+    """The store of a folder that notes a URL, which may have come from elsewhere with the folder.
+
+    Args:
+        folder: with packets.
+        noted: the URL.
+        max_bytes: see :func:`open_store`.
+        sweep: see :class:`~kvpacket_rag.store.DiskStore`.
+
+    Raises:
+        StoreError: its packets were never put there, and opening the store would do so unasked.
+    """
+    if noted and was_never_put(folder):
+        raise StoreError(
+            f"{str(folder)!r} says that its packets lie at {noted}, but they were never put there; if they are to be "
+            "uploaded, name that URL yourself (--remote URL, or remote=URL)"
+        )
+    return open_store(folder, noted, max_bytes, sweep=sweep)
