@@ -9,7 +9,17 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import CHUNKS
-from transformers import DeepseekV3Config, Gemma3TextConfig, GPTJConfig, MistralConfig, Qwen3Config
+from transformers import (
+    DeepseekV3Config,
+    DiffLlamaConfig,
+    Gemma2Config,
+    Gemma3TextConfig,
+    GPTJConfig,
+    Llama4TextConfig,
+    MistralConfig,
+    OlmoConfig,
+    Qwen3Config,
+)
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from kvpacket_rag.adapter import Adapter, LowRank
@@ -154,7 +164,7 @@ def test_reread_keeps_what_a_second_reading_would_take_most_from(make_model, tok
 def test_reread_scores_long_chunks_piece_by_piece(backbone, monkeypatch):
     text = " ".join([*CHUNKS] * 3)
     at_once = encode(backbone, Adapter.empty(64), "reread:0.5", text)
-    monkeypatch.setattr("kvpacket_rag.compress.press._BLOCK", 7)
+    monkeypatch.setattr("kvpacket_rag.compress.press.BLOCK", 7)
     in_pieces = encode(backbone, Adapter.empty(64), "reread:0.5", text)
     same = (at_once.tensors[-1] == in_pieces.tensors[-1]).float().mean()
     assert same > 0.95  # sums are rounded in another order
@@ -229,6 +239,7 @@ def test_settings_of_a_press_change_the_packets_name(backbone, adapter):
         for asked in ("none", "random:0.3", "random:0.5", "random:0.3:protect", "keydiff:0.3")
     }
     assert len(names) == 5 and encode(backbone, adapter, "random:0").packet_id in names
+    assert encode(backbone, adapter, "random:0.29999999").packet_id not in names
 
 
 @pytest.mark.parametrize(
@@ -241,6 +252,7 @@ def test_settings_of_a_press_change_the_packets_name(backbone, adapter):
         ("random:much", "NAME:RATIO"),
         ("adakv:0.3", "random, reread, keydiff, mixkv"),
         ("", "NAME:RATIO"),
+        ("reread:0.3:weights=x", "kvzap alone"),
     ],
 )
 def test_what_cannot_be_asked_for_is_refused_with_what_can(text: str, found: str):
@@ -274,7 +286,7 @@ def test_a_packet_whose_positions_do_not_fit_its_span_is_refused(backbone, adapt
     [
         (MistralConfig, {"sliding_window": 64}, "random", "64 tokens back"),
         (Gemma3TextConfig, {"sliding_window": 64, "head_dim": 16}, "keydiff", "64 tokens back"),
-        (GPTJConfig, {"rotary_dim": 8, "n_inner": 96}, "mixkv", "does not compute keys"),
+        (GPTJConfig, {"rotary_dim": 8, "n_inner": 96}, "mixkv", "does not attend as"),
     ],
 )
 def test_a_model_the_press_cannot_read_is_refused(config, settings, press, reason, make_model, tokenizer):
@@ -300,6 +312,35 @@ def test_models_with_normalised_queries_are_read_as_they_are(press, make_model, 
     assert encode(backbone, Adapter.empty(64), f"{press}:0.3").kept is not None
 
 
+@pytest.mark.parametrize("press", [name for name in ALL if name in ("reread", "mixkv", "snapkv", "tova")])
+@pytest.mark.parametrize(
+    ("config", "settings"),
+    [
+        (Gemma2Config, {"sliding_window": 2048, "query_pre_attn_scalar": 16, "attn_logit_softcapping": 2.0}),
+        (OlmoConfig, {"clip_qkv": 3.0}),
+        (DiffLlamaConfig, {}),
+    ],
+)
+def test_a_model_that_does_more_to_attention_is_refused(press, config, settings, make_model, tokenizer):
+    """Its keys are as a press expects, what becomes of the products is not."""
+    model = make_model(config, head_dim=16, **settings)
+    for name, weight in model.named_parameters():
+        if "q_proj" in name:
+            weight.data *= 8
+    backbone = Backbone(model, tokenizer)
+    with pytest.raises(UnsupportedModelError, match="outputs of attention"):
+        encode(backbone, Adapter.empty(64), f"{press}:0.3")
+    assert encode(backbone, Adapter.empty(64), "keydiff:0.3").kept is not None
+
+
+def test_a_model_whose_angles_are_complex_is_refused(make_model, tokenizer):
+    backbone = Backbone(
+        make_model(Llama4TextConfig, head_dim=16, num_local_experts=2, attention_chunk_size=4096), tokenizer
+    )
+    with pytest.raises(UnsupportedModelError, match="pair of position_embeddings"):
+        encode(backbone, Adapter.empty(64), "reread:0.3")
+
+
 def test_keys_that_are_computed_otherwise_are_noticed(make_model, tokenizer, monkeypatch):
     backbone = Backbone(make_model(), tokenizer)
     other = "kvpacket_rag.compress.press._project"
@@ -317,8 +358,10 @@ def test_attention_is_given_what_the_hook_reads(backbone):
 
 
 def test_hooks_are_gone_after_encoding(backbone, adapter):
+    backbone.encode([torch.arange(9)])  # transformers leaves some of its own with the first forward
+    before = [len(module._forward_hooks) for module in backbone.model.modules()]
     encode(backbone, adapter, "mixkv:0.3")
-    assert not any(module._forward_pre_hooks for module in backbone.model.modules())
+    assert [len(module._forward_hooks) for module in backbone.model.modules()] == before
 
 
 def test_kvzap_without_weights_says_what_to_do(backbone, tmp_path: Path):

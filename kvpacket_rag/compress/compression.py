@@ -39,6 +39,8 @@ class Compression:
             raise PacketError(
                 f"{self.press} is to remove a share of {self.ratio:g}; expected 0 up to below 1, such as 0.3"
             )
+        if self.weights is not None and self.press != "kvzap":
+            raise PacketError(f"weights are for kvzap alone, and {self.press} has none; leave them out")
 
     @classmethod
     def parse(cls, text: str) -> Self:
@@ -67,7 +69,7 @@ class Compression:
     def __str__(self) -> str:
         protected = ":protect" if self.protect_adapter else ""
         weights = f":weights={self.weights}" if self.weights else ""
-        return f"{self.press}:{self.ratio:g}{protected}{weights}"
+        return f"{self.press}:{self.ratio}{protected}{weights}"
 
     def num_kept(self, num_tokens: int) -> int:
         """Of so many tokens, at least one."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -13,7 +13,16 @@ from torch import Tensor, nn
 
 from kvpacket_rag.compress.compression import Compression
 from kvpacket_rag.compress.kept import pack_positions
-from kvpacket_rag.compress.press import KeyDiffPress, LayerView, MixKVPress, Press, RandomPress, RereadPress, turn
+from kvpacket_rag.compress.press import (
+    KeyDiffPress,
+    LayerView,
+    MixKVPress,
+    Press,
+    RandomPress,
+    RereadPress,
+    attend,
+    turn,
+)
 from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.rope import RotaryPlan
 
@@ -23,11 +32,12 @@ _TOLERANCE = 0.02  # relative; rounding to bfloat16 twice stays below, another r
 
 @dataclass(frozen=True, slots=True)
 class _Seen:
-    """What an attention module was given."""
+    """What an attention module was given, and what it made of it."""
 
     module: nn.Module
     hidden: Tensor | None
     angles: tuple[Tensor, Tensor] | None
+    output: Tensor
 
 
 class Compressor:
@@ -61,7 +71,7 @@ class Compressor:
     def settings(self) -> str:
         """What a packet's signature says of it."""
         protected = ", soft tokens kept" if self.compression.protect_adapter else ""
-        return f"{self._press.settings}, ratio {self.compression.ratio:g}{protected}"
+        return f"{self._press.settings}, ratio {self.compression.ratio}{protected}"
 
     def _find_modules(self, model: nn.Module) -> dict[int, nn.Module]:
         """Attention modules by the number of their layer."""
@@ -96,10 +106,10 @@ class Compressor:
 
     @contextmanager
     def watching(self) -> Iterator[dict[int, _Seen]]:
-        """Within it, a forward leaves what each attention module was given."""
+        """Within it, a forward leaves what each attention module was given, and its output."""
         seen: dict[int, _Seen] = {}
         hooks = [
-            module.register_forward_pre_hook(_remember(seen, layer), with_kwargs=True)
+            module.register_forward_hook(_remember(seen, layer), with_kwargs=True)
             for layer, module in self._modules.items()
         ]
         try:
@@ -134,7 +144,7 @@ class Compressor:
         with torch.random.fork_rng(_cuda(seen)):  # leverage scores and others draw from the global generator
             torch.manual_seed(seed)
             for view in self._views(tensors, seen):
-                scores = self._scores(view, num_kept, seed)
+                scores = self._scores(view, num_kept, seed, seen.get(view.number))
                 if self.compression.protect_adapter:
                     scores[:, soft] = torch.inf
                 chosen[view.number] = scores.topk(num_kept, dim=-1).indices.sort().values
@@ -144,13 +154,13 @@ class Compressor:
             kept.append(tensor.gather(2, positions.expand(-1, -1, -1, tensor.shape[3])))
         return (*kept, pack_positions(torch.stack([chosen[layer] for layer in self._layers]), num_tokens))
 
-    def _scores(self, view: LayerView, num_kept: int, seed: int) -> Tensor:
+    def _scores(self, view: LayerView, num_kept: int, seed: int, seen: _Seen | None) -> Tensor:
         """(heads, tokens) on the host."""
         heads, num_tokens = view.keys.shape[1:3]
         if num_kept == num_tokens:
             return torch.zeros(heads, num_tokens)
-        if not self._is_proved:
-            self._prove(view)
+        if not self._is_proved and seen is not None:
+            self._prove(view, seen)
         scores = self._press.score(view, num_kept, seed).float().cpu()
         if scores.shape != (heads, num_tokens) or scores.isnan().any():
             raise self._refusal(
@@ -159,16 +169,24 @@ class Compressor:
             )
         return scores
 
-    def _prove(self, view: LayerView) -> None:
-        """See that what the press takes for keys, before they are turned, are those that were cached."""
+    def _prove(self, view: LayerView, seen: _Seen) -> None:
+        """See that the press reads the model right.
+
+        What it takes for keys, before they are turned, have to be those that were cached; and its queries, turned, have
+        to give what the attention module gave, so that nothing else is done to attention.
+        """
+        whole = replace(view, hidden=seen.hidden, cos=seen.angles[0], sin=seen.angles[1])  # type: ignore[index]
         try:
-            found = turn(self._press.project_keys(view), view.cos, view.sin)  # type: ignore[arg-type]
-            error = float((found - view.keys).float().norm() / view.keys.float().norm())
+            keys = turn(self._press.project_keys(view), view.cos, view.sin)  # type: ignore[arg-type]
+            error, what = _difference(keys, view.keys), "keys"
+            if error < _TOLERANCE:
+                made = attend(whole)
+                error, what = _difference(made, seen.output[:, -made.shape[1] :]), "outputs of attention"
         except (RuntimeError, AttributeError, NotImplementedError, TypeError) as error_found:
-            raise self._refusal(f"it does not compute keys as the press expects ({error_found})") from error_found
+            raise self._refusal(f"it does not attend as the press expects ({error_found})") from error_found
         if not error < _TOLERANCE:
             raise self._refusal(
-                f"keys computed as the press does differ from those in layer {view.number} by {error:.0%}"
+                f"{what} computed as the press does differ from those in layer {view.number} by {error:.0%}"
             )
         self._is_proved = view.number == self._layers[-1]
 
@@ -186,7 +204,7 @@ class Compressor:
             given = seen.get(layer)
             if given is None or given.hidden is None or given.angles is None:
                 raise self._refusal(
-                    f"the attention of layer {layer} was not given hidden_states and position_embeddings"
+                    f"the attention of layer {layer} was not given hidden_states and a pair of position_embeddings"
                 )
             num_tokens, device = keys.shape[2], given.hidden.device
             cos, sin = (angle[:, :num_tokens] for angle in given.angles)  # packets begin at position 0
@@ -213,11 +231,18 @@ def _make_press(compression: Compression, model: nn.Module) -> Press:
 
 
 def _remember(seen: dict[int, _Seen], layer: int) -> Any:
-    def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any]) -> None:
+    def hook(module: nn.Module, args: tuple[Any, ...], named: dict[str, Any], output: Any) -> None:
         hidden = named.get("hidden_states", args[0] if args else None)
-        seen[layer] = _Seen(module, hidden, named.get("position_embeddings"))
+        angles = named.get("position_embeddings")
+        is_pair = isinstance(angles, tuple) and len(angles) == 2
+        made = output[0] if isinstance(output, tuple) else output
+        seen[layer] = _Seen(module, hidden, angles if is_pair else None, made)
 
     return hook
+
+
+def _difference(found: Tensor, expected: Tensor) -> float:
+    return float((found - expected).float().norm() / expected.float().norm())
 
 
 def _cuda(seen: Mapping[int, _Seen]) -> list[torch.device]:

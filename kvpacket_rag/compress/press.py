@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn.functional import avg_pool1d, normalize
 
 Needs = Literal["tensors", "hidden", "projections"]
-_BLOCK = 256  # queries whose attention is in memory at once
+BLOCK = 256  # queries whose attention is in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,13 +102,13 @@ class KeyDiffPress:
 
 
 class RereadPress:
-    """Keeps the tokens that would add most, were the chunk read again right behind itself.
+    """Keeps the tokens that would add most, were the chunk read again behind itself.
 
     What a token adds to a query's output is its attention times the size of its value; the root mean square of that
     over all queries of a head is the score. Attention alone would rate tokens highest that serve as sinks, and their
     values are close to nothing (VATP, arXiv 2406.12335). A second reading stands for questions that are not known yet
-    (KVzip, arXiv 2505.23416); here the queries of the first are turned to where they would then be, so that the model
-    reads once only.
+    (KVzip, arXiv 2505.23416). The model reads once only: the queries of that reading are turned on, the first to where
+    the last one was, and there see all tokens of the packet and nothing else.
     """
 
     needs: Needs = "projections"
@@ -119,7 +119,7 @@ class RereadPress:
         keys = layer.keys[0].float()[:, None]  # (heads, 1, tokens, width)
         queries = _turn_behind(_queries(layer), layer)
         squares = torch.zeros(layer.keys.shape[1:3], device=keys.device)
-        for some in queries.split(_BLOCK, dim=2):
+        for some in queries.split(BLOCK, dim=2):
             squares += (some @ keys.transpose(-1, -2) * _scaling(layer)).softmax(-1).square().sum((1, 2))
         size: Tensor = layer.values[0].float().norm(dim=-1)
         return squares.div(queries.shape[1] * queries.shape[2]).sqrt() * size
@@ -177,14 +177,42 @@ def turn(states: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return states * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]
 
 
+def attend(layer: LayerView) -> Tensor:
+    """What an attention module should give for the last tokens it read, if it does what presses take it to do.
+
+    Args:
+        layer: with all that the module read.
+
+    Returns:
+        (1, up to 256 tokens, hidden).
+    """
+    heads, width = layer.keys.shape[1], layer.keys.shape[3]
+    keys = turn(_project(layer.module, layer.hidden, "k", width), layer.cos, layer.sin)[0]  # type: ignore[arg-type]
+    values: Tensor = layer.module.v_proj(layer.hidden).unflatten(-1, (heads, -1)).transpose(1, 2)[0]
+    attention = _attention(_queries(layer)[:, :, -BLOCK:], keys, _scaling(layer))
+    mixed = (attention @ values.float()[:, None]).flatten(0, 1).transpose(0, 1).flatten(1)
+    made: Tensor = layer.module.o_proj(mixed.to(layer.hidden.dtype)[None])  # type: ignore[union-attr]
+    return made
+
+
 def _window_attention(layer: LayerView, window: int) -> Tensor:
     """(heads, tokens - window): attention of the last tokens to all before, the mean over them and a head's queries."""
-    num_tokens = layer.keys.shape[2]
-    recent = _queries(layer)[:, :, -window:]
-    weights = recent @ layer.keys[0].float()[:, None].transpose(-1, -2) * _scaling(layer)
-    later = torch.ones(window, num_tokens, dtype=torch.bool, device=weights.device).triu(num_tokens - window + 1)
-    attention: Tensor = weights.masked_fill(later, -torch.inf).softmax(-1)
+    attention = _attention(_queries(layer)[:, :, -window:], layer.keys[0], _scaling(layer))
     return attention[..., :-window].mean((1, 2))
+
+
+def _attention(queries: Tensor, keys: Tensor, scaling: float) -> Tensor:
+    """Of the last queries to the keys of all tokens up to their own.
+
+    Args:
+        queries: (heads, queries a head, the last tokens, width) in float32.
+        keys: (heads, tokens, width).
+        scaling: of their products.
+    """
+    weights = queries @ keys.float()[:, None].transpose(-1, -2) * scaling
+    later = torch.ones_like(weights, dtype=torch.bool).triu(keys.shape[1] - queries.shape[2] + 1)
+    attention: Tensor = weights.masked_fill(later, -torch.inf).softmax(-1)
+    return attention
 
 
 def _queries(layer: LayerView) -> Tensor:
