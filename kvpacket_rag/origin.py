@@ -20,6 +20,8 @@ from kvpacket_rag.owners import knows_packets, name_new
 from kvpacket_rag.packet import PacketSignature
 from kvpacket_rag.shipped import is_shipped
 from kvpacket_rag.store import DiskStore, PacketStore, RemoteStore, open_store, reopen_store
+from kvpacket_rag.store.opening import KEEP_HERE
+from kvpacket_rag.store.remote_cache import was_never_put
 
 ADAPTER_FILE = "adapter.safetensors"
 _DEFAULT_MODEL = "smollm2-135m-instruct"
@@ -121,26 +123,35 @@ class Origin:
         if resolve_model(model) == (folder := Path(model).expanduser()):
             model = str(folder.absolute())  # to be found from any working folder later
         try:
-            engine = KVPacketEngine.load(model, **(chosen | options))
-            self._note_place(store)
+            self._note_place(store)  # first: packets were uploaded, whether or not the model can be loaded
+            return KVPacketEngine.load(model, **(chosen | options))
         except BaseException:
             store.close()
             raise
-        return engine
 
     def open_packets(self, remote: str | None = None, cache_bytes: int | None = None) -> DiskStore | RemoteStore:
         """The packets of the index: in its folder, or in the object store that it was built with.
 
         Args:
-            remote: URL of an object store for an index that has none yet.
+            remote: URL of an object store for an index that has none yet; ``"none"`` to keep the packets in the folder
+                where the index names one that they were never uploaded to.
             cache_bytes: cap on the packets that lie in the folder.
 
         Raises:
-            StoreError: the index names an object store that its packets were never put into.
+            StoreError: the index names an object store that its packets were never uploaded to, and nothing was asked
+                for; or they are to be kept in the folder, and are not there.
         """
-        if remote:
-            return open_store(self._require_folder(), remote, cache_bytes)
-        return reopen_store(self._require_folder(), self._index.get_setting("remote"), cache_bytes)
+        folder, noted = self._require_folder(), self._index.get_setting("remote")
+        if not remote:
+            return reopen_store(folder, noted, cache_bytes)
+        if remote != KEEP_HERE:
+            return open_store(folder, remote, cache_bytes)
+        if noted and len(self._index) and not was_never_put(folder):
+            raise StoreError(
+                f"the packets of {self._name} lie in the object store at {noted}, not in the folder; open it without "
+                f"--remote {KEEP_HERE} (remote={KEEP_HERE!r}), or ingest the documents into a new folder"
+            )
+        return open_store(folder, None, cache_bytes)
 
     def check(self, engine: KVPacketEngine, embedder: str, reencode: bool = False) -> bool:
         """Whether packets have to be made anew, all or the lost ones, which is only said if ``reencode`` allows it.

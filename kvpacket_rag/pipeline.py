@@ -28,6 +28,7 @@ from kvpacket_rag.opening import join
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.progress import IngestReport, OnProgress
 from kvpacket_rag.reading import Reuse
+from kvpacket_rag.store.opening import KEEP_HERE
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +119,8 @@ class KVPacketRAG:
                 :func:`~kvpacket_rag.namespace.namespace_folder`.
             remote: URL of an object store for the packets, such as ``s3://bucket/packets``, of which the folder keeps
                 those that were used last; see :class:`~kvpacket_rag.store.RemoteStore`. What the index was built with
-                by default; packets that an index has in its folder alone are uploaded.
+                by default; packets that an index has in its folder alone are uploaded. ``"none"`` keeps these in the
+                folder, and has the index forget a URL to which they were never uploaded.
             cache_bytes: cap on the packets that lie in the folder.
             progress: of encoding again.
             engine_options: passed to :meth:`KVPacketEngine.load`; ``adapter="auto"`` is the index's own adapter,
@@ -130,7 +132,7 @@ class KVPacketRAG:
             StoreError: the folder is no index, or was built with another embedder.
         """
         folder = namespace_folder(folder, namespace).expanduser().absolute()
-        if remote and namespace:
+        if namespace and remote and remote != KEEP_HERE:
             remote = f"{remote.rstrip('/')}/{namespace_folder('', namespace).as_posix()}"
         engine_options |= {"remote": remote, "cache_bytes": cache_bytes}
         with ExitStack() as undo:

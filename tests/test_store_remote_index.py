@@ -7,16 +7,20 @@ import shutil
 import sqlite3
 from contextlib import closing
 from pathlib import Path
+from unittest.mock import MagicMock
 
 import pytest
 from cli_samples import Run, docs_fixture, kv_fixture, tiny_fixture  # noqa: F401 (fixtures)
+from conftest import CHUNKS
 from pipeline_samples import documents, encoded_texts, packet_files
 
 from kvpacket_rag.adapter import Adapter
 from kvpacket_rag.decode import GenerationSettings
-from kvpacket_rag.errors import StoreError
+from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.errors import ModelNotFoundError, StoreError
 from kvpacket_rag.index import PacketIndex
 from kvpacket_rag.pipeline import KVPacketRAG
+from kvpacket_rag.store import DiskStore, RemoteStore
 
 SHORT = GenerationSettings(max_new_tokens=2)
 QUESTION = "Who signed the lease of the harbour office?"
@@ -181,9 +185,87 @@ def test_packets_go_nowhere_because_a_folder_says_so(kv: Run, docs: Path, tmp_pa
     for command, *rest in commands:
         place = [index] if command == "check" else ["--index", index]
         code, _, err = kv(command, *rest, *place)
-        assert code == 1 and "never put there" in err and "--remote" in err, command
-    with pytest.raises(StoreError, match="remote=URL"):
+        assert code == 1 and "never uploaded there" in err and "--remote" in err, command
+    with pytest.raises(StoreError, match=r"remote=URL.* or with --remote none"):
         KVPacketRAG.open(index)
     assert not (tmp_path / "objects").exists()
     assert kv("ingest", docs, "--index", index, "--remote", url)[0] == 0 and len(objects(tmp_path)) == 4
     assert kv("ask", QUESTION, "--index", index)[0] == 0
+
+
+@pytest.mark.parametrize("namespace", ["", "ann"])
+def test_packets_are_kept_where_they_are_by_remote_none(tiny: None, tmp_path: Path, url: str, namespace: str):
+    folder = tmp_path / "index"
+    with KVPacketRAG.open(folder, namespace=namespace) as rag:
+        rag.add(documents())
+        rag.index.set_setting("remote", url)
+    with KVPacketRAG.open(folder, remote="none", namespace=namespace) as rag:
+        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
+    with KVPacketRAG.open(folder, namespace=namespace) as rag:
+        assert isinstance(rag.engine.store, DiskStore) and not rag.index.get_setting("remote")
+    assert not (tmp_path / "objects").exists()
+
+
+def test_commands_that_take_no_url_go_on_once_it_is_forgotten(kv: Run, docs: Path, tmp_path: Path, url: str):
+    index = tmp_path / "index"
+    assert kv("ingest", docs, "--index", index, "--remote", "none")[0] == 0
+    with closing(PacketIndex.open(index)) as opened:
+        opened.set_setting("remote", url)
+    assert kv("check", index, "--repair")[0] == kv("delete", docs / "0.txt", "--index", index)[0] == 1
+    assert kv("ask", QUESTION, "--index", index, "--remote", "none", "--max-new-tokens", 2)[0] == 0
+    assert kv("check", index, "--repair")[0] == kv("delete", docs / "0.txt", "--index", index)[0] == 0
+
+
+def test_packets_in_an_object_store_are_not_said_to_be_in_the_folder(tiny: None, tmp_path: Path, url: str):
+    with KVPacketRAG.open(tmp_path / "index", remote=url) as rag:
+        rag.add(documents())
+    rows = tmp_path / "rows"
+    rows.mkdir()
+    shutil.copy(tmp_path / "index" / "index.sqlite", rows)
+    for folder in (tmp_path / "index", copied(tmp_path / "index", tmp_path / "copy"), rows):
+        with pytest.raises(StoreError, match=f"lie in the object store at {url}.*without --remote none"):
+            KVPacketRAG.open(folder, remote="none")
+        with KVPacketRAG.open(folder) as rag:
+            assert rag.engine.store.url == url and rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4
+
+
+def test_an_index_follows_its_packets_though_the_model_did_not_load(
+    tiny: None, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+):
+    with KVPacketRAG.open(tmp_path / "index") as rag:
+        rag.add(documents(CHUNKS[:2]))
+    with monkeypatch.context() as patch, pytest.raises(ModelNotFoundError):
+        patch.setattr(KVPacketEngine, "load", failing := MagicMock(side_effect=ModelNotFoundError("no such model")))
+        KVPacketRAG.open(tmp_path / "index", remote=url)
+    assert failing.called and len(objects(tmp_path)) == 2
+    with KVPacketRAG.open(tmp_path / "index") as rag:
+        rag.add(documents())
+    with KVPacketRAG.open(tmp_path / "index", remote=url) as rag:
+        assert rag.ask(QUESTION, settings=SHORT).answer.usage.chunks_reused == 4 == len(objects(tmp_path))
+
+
+def test_a_folder_of_an_object_store_is_no_store_by_itself(kv: Run, docs: Path, tmp_path: Path, url: str):
+    """As after a process was killed between the upload and the note in the index."""
+    index = tmp_path / "index"
+    assert kv("ingest", docs, "--index", index, "--remote", url)[0] == 0
+    with closing(PacketIndex.open(index)) as opened:
+        opened.set_setting("remote", "")
+    for remote in (None, "none"):
+        with pytest.raises(
+            StoreError, match=rf"lie in the object store at {url}.*open it with that URL \(--remote URL"
+        ):
+            KVPacketRAG.open(index, remote=remote)
+    for command in (["delete", docs / "0.txt", "--index", index], ["check", index, "--repair"]):
+        code, _, err = kv(*command)
+        assert code == 1 and url in err and "--remote URL" in err
+    assert kv("ask", QUESTION, "--index", index, "--remote", url, "--max-new-tokens", 2)[0] == 0
+    assert kv("delete", docs / "0.txt", "--index", index)[0] == 0 and len(objects(tmp_path)) == 3
+
+
+def test_a_cache_without_an_index_is_checked_as_one(kv: Run, docs: Path, tmp_path: Path, url: str):
+    index = tmp_path / "index"
+    assert kv("ingest", docs, "--index", index, "--remote", url)[0] == 0
+    (index / "index.sqlite").unlink()
+    assert kv("check", index)[0] == kv("check", index, "--repair")[0] == 0
+    with closing(RemoteStore(url, index)) as store:
+        assert len(store) == len(objects(tmp_path)) == 4

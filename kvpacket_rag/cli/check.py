@@ -90,6 +90,7 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
     from kvpacket_rag.index import PacketIndex
     from kvpacket_rag.journal import change_lock
     from kvpacket_rag.owner_check import knows_none
+    from kvpacket_rag.store.remote_cache import tied_to
 
     with ExitStack() as opened:
         if repair:
@@ -98,7 +99,7 @@ def _check_folder(folder: Path, repair: bool) -> tuple[dict[str, Any], int]:
         if os.path.lexists(folder / INDEX_FILE):
             index = opened.enter_context(closing(PacketIndex.open(folder, load=False)))
         is_known = index is None or not index.damaged_settings()
-        remote = index.get_setting("remote") if index is not None and is_known else None
+        remote = index.get_setting("remote") if index is not None and is_known else tied_to(folder)
         store = opened.enter_context(closing(_opened(folder, remote, repair)))
         # without what it says of itself, an index cannot tell which packets are its own: its rows stay as they are
         found: dict[str, Any] = _check_index(index, store, repair and is_known) if index is not None else {}

@@ -88,7 +88,8 @@ def add_remote(parser: argparse._ActionsContainer) -> None:
         "--remote",
         metavar="URL",
         help="keep packets in an object store, such as s3://bucket/packets, and in the index those used last; needs "
-        "obstore (default: that of the index, none for a new one)",
+        "obstore. Packets that lie in the index alone are uploaded; 'none' keeps them there, and has the index forget "
+        "a URL to which they were never uploaded (default: that of the index, 'none' for a new one)",
     )
     parser.add_argument(
         "--cache-bytes", metavar="N", type=positive, help="cap on the packets that lie in the index (default: none)"

@@ -8,7 +8,9 @@ from kvpacket_rag.errors import StoreError
 from kvpacket_rag.store.disk import DiskStore
 from kvpacket_rag.store.remote import RemoteStore
 from kvpacket_rag.store.remote_bucket import is_url
-from kvpacket_rag.store.remote_cache import was_never_put
+from kvpacket_rag.store.remote_cache import tied_to, was_never_put
+
+KEEP_HERE = "none"  # in place of a URL: the packets stay in the folder
 
 
 def open_store(
@@ -21,11 +23,19 @@ def open_store(
         remote: URL of the object store that the folder is a cache of, if it is one.
         max_bytes: cap on the packets that lie in the folder.
         sweep: see :class:`~kvpacket_rag.store.DiskStore`.
+
+    Raises:
+        StoreError: the folder is the cache of an object store, without which packets put into it would be lost.
     """
     if remote:
         return RemoteStore(remote, place, max_bytes, sweep=sweep)
     if is_url(place):
         return RemoteStore(place, None, max_bytes, sweep=sweep)
+    if url := tied_to(place):
+        raise StoreError(
+            f"the packets of {str(place)!r} lie in the object store at {url}, and the folder keeps only some of them; "
+            "open it with that URL (--remote URL, remote=URL, or RemoteStore(URL, folder)), or choose another folder"
+        )
     return DiskStore(place, max_bytes, sweep=sweep)
 
 
@@ -41,11 +51,11 @@ def reopen_store(
         sweep: see :class:`~kvpacket_rag.store.DiskStore`.
 
     Raises:
-        StoreError: its packets were never put there, and opening the store would do so unasked.
+        StoreError: its packets were never uploaded there, and opening the store would do so unasked.
     """
     if noted and was_never_put(folder):
         raise StoreError(
-            f"{str(folder)!r} says that its packets lie at {noted}, but they were never put there; if they are to be "
-            "uploaded, name that URL yourself (--remote URL, or remote=URL)"
+            f"{str(folder)!r} says that its packets lie at {noted}, but they were never uploaded there; open it once "
+            "with --remote URL (remote=URL) to upload them, or with --remote none (remote='none') to keep them here"
         )
     return open_store(folder, noted, max_bytes, sweep=sweep)

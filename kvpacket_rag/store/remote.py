@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from pathlib import Path
 from posixpath import basename
 from threading import Lock
@@ -17,12 +17,11 @@ from kvpacket_rag.errors import PacketCorruptError, PacketError, PacketNotFoundE
 from kvpacket_rag.packet import Packet, PacketSignature
 from kvpacket_rag.store.check import OnBytes, StoreCheck
 from kvpacket_rag.store.eviction import Eviction
-from kvpacket_rag.store.folder import CATALOGUE
 from kvpacket_rag.store.metrics import StoreMetrics, Tier
 from kvpacket_rag.store.packet_file import packet_parts
 from kvpacket_rag.store.protocol import KnownChunk, require_packet_id
 from kvpacket_rag.store.remote_bucket import Bucket
-from kvpacket_rag.store.remote_cache import RemoteCache
+from kvpacket_rag.store.remote_cache import RemoteCache, tied_to
 from kvpacket_rag.store.remote_owners import RemoteOwners
 from kvpacket_rag.store.remote_record import packet_key, quarantine_key, record_key
 from kvpacket_rag.store.remote_transfer import Transfer
@@ -79,7 +78,8 @@ class RemoteStore:
         **options: Any,
     ) -> None:
         folder = _default_cache(url) if cache is None else cache
-        self._bucket = Bucket(url, **{"create": not _is_cache_of(folder, url)} | options)
+        is_known = tied_to(folder) == url.rstrip("/")  # a folder that is gone may only not be mounted then
+        self._bucket = Bucket(url, **{"create": not is_known} | options)
         self._bucket.probe()
         self.metrics = StoreMetrics()
         self._cache = RemoteCache(folder, max_bytes, eviction=eviction, sweep=sweep)
@@ -261,14 +261,6 @@ class RemoteStore:
             self.refresh()
         except StoreError as error:
             logger.warning("what other machines stored is looked for later: %s", str(error))
-
-
-def _is_cache_of(folder: Path | str, url: str) -> bool:
-    """Whether packets of the URL were kept there: a folder that is gone may only not be mounted then."""
-    if not Path(folder, CATALOGUE).is_file():
-        return False
-    with closing(RemoteCache(folder, sweep=False)) as cache:
-        return cache.url == url.rstrip("/")
 
 
 def _default_cache(url: str) -> Path:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -10,6 +11,7 @@ from kvpacket_rag.errors import PacketNotFoundError, StoreError, StoreFullError
 from kvpacket_rag.packet import Packet
 from kvpacket_rag.store.changes import EVICTED, QUARANTINED, STORED, PacketRow
 from kvpacket_rag.store.disk import DiskStore
+from kvpacket_rag.store.folder import CATALOGUE
 from kvpacket_rag.store.protocol import is_packet_id
 from kvpacket_rag.store.remote_record import ChunkRecord
 
@@ -126,6 +128,14 @@ class RemoteCache(DiskStore):
         """Note that the packets are those of an object store."""
         with self._catalogue.transaction() as changes:
             changes.note(_REMOTE, url)
+
+
+def tied_to(folder: Path | str) -> str | None:
+    """URL of the object store whose packets a folder keeps; None for packets of its own, or none at all."""
+    if not os.path.isfile(Path(folder, CATALOGUE).expanduser()):
+        return None
+    with closing(RemoteCache(folder, sweep=False)) as cache:
+        return cache.url
 
 
 def was_never_put(folder: Path | str) -> bool:
