@@ -15,7 +15,15 @@ import numpy as np
 from numba import njit, types
 from numba.extending import overload
 
-compiled = njit(nogil=True, cache=True, fastmath={"contract"})  # contract: one rounding for a product and its sum
+_OPTIONS: dict[str, Any] = {"nogil": True, "fastmath": {"contract"}}  # contract: one rounding for a product and its sum
+
+
+def compiled(loop: Callable[..., None]) -> Callable[..., None]:
+    """The loop compiled, and kept on disk unless neither this folder nor the user's can be written."""
+    try:
+        return njit(cache=True, **_OPTIONS)(loop)  # type: ignore[no-any-return]
+    except RuntimeError:
+        return njit(**_OPTIONS)(loop)  # type: ignore[no-any-return]
 
 
 def _widen(number: Any) -> Any:

@@ -4,9 +4,11 @@ import pytest
 from transformers import MistralConfig
 
 from kvpacket_rag.backbone import Backbone
+from kvpacket_rag.bench import run
 from kvpacket_rag.bench.size import quantised, thinned
 from kvpacket_rag.compress.press import RandomPress
 from kvpacket_rag.engine import KVPacketEngine
+from kvpacket_rag.errors import UnsupportedModelError
 
 
 @pytest.fixture(scope="module")
@@ -33,6 +35,17 @@ def test_a_press_that_chooses_as_chance_does_is_as_far_away(backbone, adapter, m
     assert thinned(engine, 1) == {"press_over_random_30": 1.0, "press_over_random_50": 1.0} != apart
 
 
-def test_a_model_whose_packets_cannot_be_thinned_has_no_such_figures(make_model, tokenizer, caplog):
-    engine = KVPacketEngine(Backbone(make_model(MistralConfig, sliding_window=64), tokenizer))
-    assert thinned(engine, 1) == {} and "64 tokens back" in caplog.text
+def test_a_part_that_cannot_be_measured_is_passed_over_unless_it_was_asked_for(
+    make_model, tokenizer, caplog, monkeypatch
+):
+    """The others are still measured."""
+    backbone = Backbone(make_model(MistralConfig, sliding_window=64), tokenizer)
+    monkeypatch.setattr(run, "PARTS", {name: run.PARTS[name] for name in ("presses", "assembly")})
+
+    def parts(*asked: str) -> list[str]:
+        options = run.BenchOptions(asked, chunks=1, repeats=1)
+        return [name for name, _ in run.run_bench(lambda folder: KVPacketEngine(backbone), options)]
+
+    assert parts() == ["machine", "assembly"] and "presses is not measured: the press" in caplog.text
+    with pytest.raises(UnsupportedModelError, match="64 tokens back"):
+        parts("presses")

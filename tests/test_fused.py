@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 import threading
 import time
@@ -175,3 +176,15 @@ def test_without_the_compiler_torch_does_the_work(monkeypatch):
     realign_into(target, source, rotation, 9)
     fused._loops.cache_clear()
     torch.testing.assert_close(target, compiled, rtol=1e-6, atol=1e-6)
+
+
+def test_loops_are_compiled_where_nothing_can_be_kept_on_disk():
+    """As for a user who can write neither the package's folder nor a home; in a process of its own."""
+    script = (
+        "import torch, numba.core.caching as caching\n"
+        "caching.CacheImpl._locator_classes = []\n"
+        "from kvpacket_rag.fused import copy_into\n"
+        "source, target = torch.ones(1, 1, 2, 8), torch.zeros(1, 1, 2, 8)\n"
+        "assert copy_into(target, source) and torch.equal(target, source)\n"
+    )
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

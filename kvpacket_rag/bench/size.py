@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -11,14 +10,12 @@ from torch import Tensor
 from kvpacket_rag.compress.scheme import SCHEMES
 from kvpacket_rag.datasets import open_dataset
 from kvpacket_rag.engine import KVPacketEngine
-from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.evaluation.case import Case, score
 from kvpacket_rag.evaluation.measure import prefilled, tell
 from kvpacket_rag.evaluation.methods import Bench, parse_method
 from kvpacket_rag.evaluation.metrics import fidelity
 from kvpacket_rag.evaluation.questions import PromptSettings, make_questions
 
-logger = logging.getLogger(__name__)
 _DATA = ("niah", "biography")
 _SETTINGS = PromptSettings(max_chunks=5, chunk_tokens=128, max_new_tokens=16)
 
@@ -56,20 +53,20 @@ def thinned(engine: KVPacketEngine, questions: int) -> dict[str, float]:
 
     Returns:
         ``press_over_random_30`` and ``_50``: what :class:`~kvpacket_rag.compress.press.RereadPress` adds to KL(full
-        prefill ‖ packets) where 30 and 50 % are left out, by what chance adds; nothing for a model whose packets
-        cannot be thinned.
+        prefill ‖ packets) where 30 and 50 % are left out, by what chance adds. It is below 0 where either comes
+        nearer to full prefill than whole packets, and left out where chance adds nothing at all.
+
+    Raises:
+        UnsupportedModelError: the model's packets cannot be thinned.
     """
     shares = {"30": "0.3", "50": "0.5"}
-    try:
-        sizes = [f"{press}-{share}" for share in shares.values() for press in ("reread", "random")]
-        found = _totals(engine, questions, ["none", *sizes])
-    except UnsupportedModelError as error:
-        logger.warning("not measured: %s", error)
-        return {}
+    sizes = [f"{press}-{share}" for share in shares.values() for press in ("reread", "random")]
+    found = _totals(engine, questions, ["none", *sizes])
     added = {size: found[size].from_full - found["none"].from_full for size in sizes}
     return {
         f"press_over_random_{name}": added[f"reread-{share}"] / added[f"random-{share}"]
         for name, share in shares.items()
+        if added[f"random-{share}"]
     }
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 from kvpacket_rag.cli.options import add_hardware, positive
 from kvpacket_rag.cli.output import say, show
 
-SUMMARY = "measure speed and memory on this machine"
+SUMMARY = "measure speed, memory and the cost of small packets on this machine"
 DESCRIPTION = (
     "Measures the first token from packets beside the question alone and full prefill, realignment beside a memory "
-    "copy, ingest beside bare prefill, decoding beside a plain loop of transformers, and what a request holds in "
-    "memory. Each ratio is of two things measured in turns in this run. All parts take several minutes on a CPU."
+    "copy, ingest beside bare prefill, decoding beside a plain loop of transformers, what a request holds in memory, and "
+    "what packets in fewer bits or with fewer tokens cost. Each ratio is of two things measured in turns in this run. All "
+    "parts take several minutes on a CPU; one that cannot be measured is passed over, unless --parts names it."
 )
 
 
