@@ -22,6 +22,7 @@ from kvpacket_rag.errors import (
 from kvpacket_rag.packet import Packet
 from kvpacket_rag.store import DiskStore, RemoteStore
 from kvpacket_rag.store.remote_bucket import Bucket
+from kvpacket_rag.store.remote_mark import MARK
 
 PACKET = make_packet(1)
 SIZE = stored_bytes("disk", PACKET)
@@ -99,7 +100,7 @@ def test_a_packet_lives_as_long_as_an_owner_on_any_machine(machine: Callable[...
     assert first.drop_owners(["a"]) == [] and PACKET.packet_id in first
     third = machine("third")  # knows of owners from the object store alone
     assert third.drop_owners(["b", "nobody"]) == [PACKET.packet_id]
-    assert files(objects) == [] and len(third) == 0
+    assert files(objects) == [objects / MARK] and len(third) == 0
 
 
 def test_deleting_goes_on_where_it_was_interrupted(
@@ -120,7 +121,7 @@ def test_deleting_goes_on_where_it_was_interrupted(
             patch.setattr(Bucket, "delete", breaking)
             with pytest.raises(StoreError) if calls < 3 else nullcontext():
                 first.drop_owners(["owner"])
-    assert files(objects) == [] and len(first) == 0
+    assert files(objects) == [objects / MARK] and len(first) == 0
 
 
 def test_a_full_cache_loses_nothing(machine: Callable[..., RemoteStore]):

@@ -22,6 +22,7 @@ from kvpacket_rag.store.packet_file import packet_parts
 from kvpacket_rag.store.protocol import KnownChunk, require_packet_id
 from kvpacket_rag.store.remote_bucket import Bucket
 from kvpacket_rag.store.remote_cache import RemoteCache, tied_to
+from kvpacket_rag.store.remote_mark import Mark
 from kvpacket_rag.store.remote_owners import RemoteOwners
 from kvpacket_rag.store.remote_record import packet_key, quarantine_key, record_key
 from kvpacket_rag.store.remote_transfer import Transfer
@@ -62,7 +63,8 @@ class RemoteStore:
 
     Raises:
         MissingExtraError: obstore is not installed.
-        StoreError: no credentials, no such bucket, or no answer; or the folder is the cache of another URL.
+        StoreError: no credentials, no such bucket, or no answer; or the folder is the cache of another URL, or of a
+            share that is not mounted.
     """
 
     def __init__(
@@ -90,7 +92,8 @@ class RemoteStore:
         self._next_refresh = 0.0
         self._lock = Lock()
         try:
-            self._transfer = Transfer(self._bucket, self._cache, self._pool, self.metrics)
+            self._mark = Mark(self._bucket, self._cache, may_write=options.get("create", True))
+            self._transfer = Transfer(self._bucket, self._cache, self._mark, self._pool, self.metrics)
             self._upload_all()
             self.refresh()
         except BaseException:
@@ -155,6 +158,7 @@ class RemoteStore:
     def drop_owners(self, owners: Iterable[str]) -> list[str]:
         """See :meth:`PacketStore.drop_owners`."""
         names = list(dict.fromkeys(owners))
+        self._mark.require()
         gone = self._owners.drop(names, self._erase)
         self._cache.drop_owners(names)
         return self._cache.forget(gone)
@@ -162,6 +166,7 @@ class RemoteStore:
     def delete(self, packet_id: str) -> None:
         """See :meth:`PacketStore.delete`."""
         require_packet_id(packet_id)
+        self._mark.require()
         self._erase([packet_id])
         self._owners.drop_all(packet_id)
         self._cache.delete(packet_id)
@@ -199,17 +204,22 @@ class RemoteStore:
         """Learn what other machines put and deleted.
 
         Raises:
-            StoreError: the object store does not answer.
+            StoreError: the object store does not answer, or lacks all that it had, as a share does that is not mounted.
         """
         self._next_refresh = time.monotonic() + self._refresh_seconds
         before = self._cache.ids()  # what is put from here on may be missing in the list
         listed = {basename(key).removesuffix(".json") for key, _ in self._bucket.list("chunks/")}
+        gone = before - listed
+        if gone:
+            self._mark.require(is_empty=not listed)
+        if listed:
+            self._mark.put()
         new = sorted(listed - before)
         for start in range(0, len(new), _BATCH):
             found = [record for record in self._pool.map(self._transfer.record, new[start : start + _BATCH]) if record]
             self._cache.learn(sorted(found, key=lambda record: record.stored_ns))
-        self._transfer.drop(before - listed)
-        self._cache.forget(before - listed)
+        self._transfer.drop(gone)
+        self._cache.forget(gone)
 
     def __len__(self) -> int:
         return sum(self._cache.there().values())

@@ -18,6 +18,7 @@ from kvpacket_rag.store.remote_record import ChunkRecord
 _GONE = "it is gone from the object store"
 _FAR = "it lies in the object store alone"
 _REMOTE = "object_store"  # under which the catalogue notes whose packets these are
+_MARKED = "object_store_has_mark"  # and that a mark was seen there
 
 
 class RemoteCache(DiskStore):
@@ -30,6 +31,16 @@ class RemoteCache(DiskStore):
     def url(self) -> str | None:
         """Of the object store whose packets these are; None for those of a store on disk alone."""
         return self._catalogue.fact(_REMOTE)
+
+    @property
+    def saw_mark(self) -> bool:
+        """Whether the object store was seen with its :class:`~kvpacket_rag.store.remote_mark.Mark`."""
+        return self._catalogue.fact(_MARKED) is not None
+
+    @property
+    def is_read_only(self) -> bool:
+        """Whether nothing can be written into the folder."""
+        return self._catalogue.is_read_only
 
     def row(self, packet_id: object) -> PacketRow | None:
         """What is known of a packet."""
@@ -128,6 +139,11 @@ class RemoteCache(DiskStore):
         """Note that the packets are those of an object store."""
         with self._catalogue.transaction() as changes:
             changes.note(_REMOTE, url)
+
+    def note_mark(self) -> None:
+        """Note that the object store has a mark."""
+        with self._catalogue.transaction() as changes:
+            changes.note(_MARKED, "true")
 
 
 def tied_to(folder: Path | str) -> str | None:

@@ -18,6 +18,7 @@ from kvpacket_rag.store.metrics import StoreMetrics
 from kvpacket_rag.store.packet_file import read_packet
 from kvpacket_rag.store.remote_bucket import Bucket
 from kvpacket_rag.store.remote_cache import RemoteCache
+from kvpacket_rag.store.remote_mark import Mark
 from kvpacket_rag.store.remote_record import MAX_RECORD_BYTES, ChunkRecord, packet_key, quarantine_key, record_key
 
 logger = logging.getLogger(__name__)
@@ -32,6 +33,7 @@ class Transfer:
     Args:
         bucket: has all packets.
         cache: of this machine.
+        mark: of the bucket.
         pool: for transfers at the same time.
         metrics: where they are counted.
 
@@ -39,9 +41,10 @@ class Transfer:
         StoreError: what is to be the folder of incoming packets is a link or a file.
     """
 
-    def __init__(self, bucket: Bucket, cache: RemoteCache, pool: Executor, metrics: StoreMetrics) -> None:
+    def __init__(self, bucket: Bucket, cache: RemoteCache, mark: Mark, pool: Executor, metrics: StoreMetrics) -> None:
         self._bucket = bucket
         self._cache = cache
+        self._mark = mark
         self._pool = pool
         self._metrics = metrics
         self._fetching: dict[str, Future[Packet | None]] = {}
@@ -61,6 +64,7 @@ class Transfer:
             StoreError: the bucket does not take it; no record tells of it.
         """
         name = packet.packet_id
+        self._mark.put()
         if self._bucket.create(packet_key(name), parts):
             self._metrics.count(puts=1, bytes_put=sum(map(len, parts)))
         record = ChunkRecord(name, packet.signature.to_json(), text, packet.num_tokens, time.time_ns())
@@ -201,6 +205,8 @@ class Transfer:
     def _receive(self, packet_id: str, path: Path) -> int:
         try:
             size_bytes = self._bucket.download(packet_key(packet_id), path)
+            if size_bytes is None:
+                self._mark.require()
         except StoreError:
             self._metrics.miss("unreadable")
             raise
