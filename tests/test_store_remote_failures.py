@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from remote_samples import KEYS
 from test_store import SIGNATURE, closing, make_packet, same  # noqa: F401 (closing is a fixture)
+from test_store_faults import lock, run, unix
 from test_store_remote import (  # noqa: F401 (some are fixtures)
     PACKET,
     file_of,
@@ -31,6 +32,25 @@ from kvpacket_rag.errors import (
 )
 from kvpacket_rag.store import RemoteStore, remote_bucket
 from kvpacket_rag.store.remote_bucket import Bucket
+
+READ_ONLY = """
+from kvpacket_rag.store import RemoteStore
+give_up_rights()
+store = RemoteStore(sys.argv[2], root)
+assert same(store.get(one, SIGNATURE), make_packet(1)) and len(store) == 1
+refused(lambda: store.get(other, SIGNATURE), "can only be read")
+store.close()
+"""
+
+
+@unix
+def test_a_cache_that_cannot_be_written_is_read(machine: Callable[..., RemoteStore], tmp_path: Path, objects: Path):
+    store = machine()
+    store.put(PACKET, "text", "owner")
+    store.close()
+    machine("second").put(make_packet(2), "other", "owner")
+    lock(tmp_path / "first")
+    run(READ_ONLY, tmp_path / "first", f"file://{objects}")
 
 
 def test_a_folder_that_was_used_and_is_gone_is_not_made_anew(tmp_path: Path):

@@ -201,12 +201,15 @@ class RemoteStore:
             self._transfer.release(names)
 
     def refresh(self) -> None:
-        """Learn what other machines put and deleted.
+        """Learn what other machines put and deleted; a cache that cannot be written stays as it is.
 
         Raises:
             StoreError: the object store does not answer, or lacks all that it had, as a share does that is not mounted.
         """
         self._next_refresh = time.monotonic() + self._refresh_seconds
+        if self._cache.is_read_only:
+            logger.info("%s cannot be written, so it is read as it is", self._cache.folder)
+            return
         before = self._cache.ids()  # what is put from here on may be missing in the list
         listed = {basename(key).removesuffix(".json") for key, _ in self._bucket.list("chunks/")}
         gone = before - listed

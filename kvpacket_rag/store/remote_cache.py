@@ -117,6 +117,8 @@ class RemoteCache(DiskStore):
     def forget(self, packet_ids: Iterable[str]) -> list[str]:
         """Know nothing more of packets; returns them oldest first, and last those that were not known."""
         names = set(packet_ids)
+        if not names:
+            return []
         ordered = self.drop_owners(_keeper(name) for name in names)
         for name in names - set(ordered):
             self.delete(name)  # an owner of it was named here, and its mark deleted by another host
@@ -137,8 +139,9 @@ class RemoteCache(DiskStore):
 
     def tie(self, url: str) -> None:
         """Note that the packets are those of an object store."""
-        with self._catalogue.transaction() as changes:
-            changes.note(_REMOTE, url)
+        if self.url != url:
+            with self._catalogue.transaction() as changes:
+                changes.note(_REMOTE, url)
 
     def note_mark(self) -> None:
         """Note that the object store has a mark."""
