@@ -82,9 +82,11 @@ def test_a_running_store_goes_on_without_its_share(machine: Machine, objects: Pa
         time.sleep(0.01)
     assert "looked for later" in caplog.text and texts(store) == ["other", "text"]
     assert same(store.get(PACKET.packet_id, SIGNATURE), PACKET)
-    for act in (lambda: store.get(OTHER.packet_id, SIGNATURE), lambda: store.drop_owners(["owner"])):
+    for act, given in ((store.get, (OTHER.packet_id, SIGNATURE)), (store.drop_owners, [["owner"]])):
         with pytest.raises(StoreError, match="may not be mounted"):
-            act()
+            act(*given)
+    with pytest.raises(StoreError, match="may not be mounted"):
+        store.delete(OTHER.packet_id)
     assert OTHER.packet_id in store and store.metrics.snapshot().misses == {"unreadable": 1}
     mount(objects, away)
     assert same(store.get(OTHER.packet_id, SIGNATURE), OTHER)

@@ -59,7 +59,7 @@ class Mark:
         """
         if self._bucket.size(MARK):
             self._note()
-        elif is_empty or self._was_seen or self._cache.saw_mark:
+        elif is_empty or self._cache.saw_mark:
             raise StoreError(
                 f"the object store at {self._bucket.url} is empty, or not the one into which the packets were put: a "
                 "share may not be mounted, so mount it; or, if it was emptied on purpose, delete packets.sqlite* and "
