@@ -3,6 +3,7 @@ from __future__ import annotations
 import copy
 import datetime
 import pickle
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ from kvpacket_rag import (
     StoreError,
 )
 from kvpacket_rag import Document as KVDocument
+from kvpacket_rag.store.remote_cache import RemoteCache
 
 
 @pytest.fixture
@@ -216,6 +218,13 @@ def test_an_empty_store_is_fine(engine: KVPacketEngine):
     store = KVPacketVectorStore.from_texts([], WordEmbeddings(), engine=engine)
     assert store.similarity_search(QUESTION) == store.max_marginal_relevance_search(QUESTION) == []
     assert store.add_documents([]) == []
+
+
+def test_nothing_is_saved_into_the_cache_of_an_object_store(store: KVPacketVectorStore, tmp_path: Path):
+    with closing(RemoteCache(tmp_path / "cache")) as cache:
+        cache.tie("s3://bucket/packets")
+    with pytest.raises(StoreError, match="lie in the object store at s3://bucket/packets"):
+        store.save(tmp_path / "cache")
 
 
 def test_a_saved_folder_opens_with_everything_and_encodes_nothing(

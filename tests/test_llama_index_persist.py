@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -10,9 +11,10 @@ from conftest import CHUNKS
 from llama_index_kvpacket import KVPacketVectorStore, persistence, vector_store
 from llama_index_samples import node, nodes
 
-from kvpacket_rag import Backbone, DiskStore, KVPacketEngine, MemoryStore, PacketIndex
+from kvpacket_rag import Backbone, DiskStore, KVPacketEngine, MemoryStore, PacketIndex, StoreError
 from kvpacket_rag.journal import remove_document
 from kvpacket_rag.ownership import Ownership
+from kvpacket_rag.store.remote_cache import RemoteCache
 
 NAME = "default__vector_store.json"
 
@@ -168,3 +170,11 @@ def test_deleting_the_empty_document_deletes_nothing(store: KVPacketVectorStore)
     store.add([node("alone", CHUNKS[2])])
     store.delete("")
     assert "alone" in [found.node_id for found in store.get_nodes()]
+
+
+def test_packets_are_not_copied_into_the_cache_of_an_object_store(store: KVPacketVectorStore, tmp_path: Path):
+    """They would be lost with the next look at what that has."""
+    with closing(RemoteCache(tmp_path / "copy.kvpacket")) as cache:
+        cache.tie("s3://bucket/packets")
+    with pytest.raises(StoreError, match="lie in the object store at s3://bucket/packets"):
+        store.persist(str(tmp_path / "copy.json"))

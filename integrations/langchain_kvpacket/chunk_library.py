@@ -10,16 +10,17 @@ import numpy.typing as npt
 
 from kvpacket_rag import (
     Chunk,
-    DiskStore,
     Embedder,
     KVPacketEngine,
     PacketIndex,
+    PacketStore,
     StoreError,
 )
 from kvpacket_rag.opening import join
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.owners import owner_names
 from kvpacket_rag.ownership import Ownership
+from kvpacket_rag.store import open_store
 from langchain_kvpacket.retrieved import RETRIEVED
 
 _PAGE = 64  # chunks copied at a time
@@ -85,8 +86,7 @@ class ChunkLibrary:
         Raises:
             StoreError: the folder holds an index with chunks already, or cannot be written.
         """
-        index = PacketIndex.open(folder)
-        packets = DiskStore(folder)
+        index, packets = PacketIndex.open(folder), open_store(folder)
         try:
             if len(index):
                 raise StoreError(f"the index in {folder} holds {len(index)} texts already; save into an empty folder")
@@ -98,7 +98,7 @@ class ChunkLibrary:
             packets.close()
             index.close()
 
-    def _copy(self, chunks: Sequence[Chunk], index: PacketIndex, packets: DiskStore) -> None:
+    def _copy(self, chunks: Sequence[Chunk], index: PacketIndex, packets: PacketStore) -> None:
         ids = [chunk.chunk_id for chunk in chunks]
         own = self._ownership.owners(ids)
         found = self.engine.encode([chunk.text for chunk in chunks], own)  # only what was evicted

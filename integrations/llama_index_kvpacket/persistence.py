@@ -15,12 +15,13 @@ import numpy as np
 import numpy.typing as npt
 from fsspec.implementations.local import LocalFileSystem  # type: ignore[import-untyped]
 
-from kvpacket_rag import Chunk, DiskStore, PacketIndex, StoreError, StoreFormatError
+from kvpacket_rag import Chunk, PacketIndex, PacketStore, StoreError, StoreFormatError
 from kvpacket_rag.index import FILE_NAME
 from kvpacket_rag.journal import change_lock
 from kvpacket_rag.origin import Origin
 from kvpacket_rag.owners import UNOWNED
 from kvpacket_rag.ownership import Ownership
+from kvpacket_rag.store import open_store
 from llama_index_kvpacket.packets import EMBEDDER, TEXT_KEY, NodePackets
 
 # No JSON on purpose: LlamaIndex opens what it finds in a storage folder as a SimpleVectorStore, and would read any
@@ -79,7 +80,7 @@ def copy_to(folder: Path, packets: NodePackets) -> None:
     A folder that is the store's own has the rows already and gets the packets alone.
     """
     with ExitStack() as closing, packets.ownership.threads:
-        index, store = open_index(folder, "flat"), DiskStore(folder)
+        index, store = open_index(folder, "flat"), open_store(folder)
         closing.callback(index.close)
         closing.callback(store.close)
         signature = packets.engine.signature.to_json()
@@ -101,7 +102,7 @@ def copy_to(folder: Path, packets: NodePackets) -> None:
         index.set_setting("signature", signature)
 
 
-def _copy_packet(chunk: Chunk, owner: str, packets: NodePackets, store: DiskStore) -> None:
+def _copy_packet(chunk: Chunk, owner: str, packets: NodePackets, store: PacketStore) -> None:
     """One that was evicted is encoded again."""
     engine = packets.engine
     (name,) = engine.encode([packets.text_of(chunk)], packets.ownership.owners([chunk.chunk_id]))

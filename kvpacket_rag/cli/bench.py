@@ -12,9 +12,9 @@ from kvpacket_rag.cli.output import say, show
 SUMMARY = "measure speed, memory and the cost of small packets on this machine"
 DESCRIPTION = (
     "Measures the first token from packets beside the question alone and full prefill, realignment beside a memory "
-    "copy, ingest beside bare prefill, decoding beside a plain loop of transformers, what a request holds in memory, and "
-    "what packets in fewer bits or with fewer tokens cost. Each ratio is of two things measured in turns in this run. All "
-    "parts take several minutes on a CPU; one that cannot be measured is passed over, unless --parts names it."
+    "copy, ingest beside bare prefill, decoding beside a plain loop of transformers, what a request holds in memory, "
+    "and what packets in fewer bits or with fewer tokens cost. Each ratio is of two things measured in turns in this "
+    "run. All parts take several minutes on a CPU; one that cannot be measured is passed over, unless --parts names it."
 )
 
 
