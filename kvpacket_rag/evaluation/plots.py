@@ -242,4 +242,6 @@ def _legend(figure: Figure, axes: Mapping[str, Axes]) -> None:
         handles, labels = axis.get_legend_handles_labels()
         shown |= dict(zip(labels, handles, strict=True))
     if shown:
-        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=min(len(shown), 5), frameon=False)
+        fitting = int(figure.get_figwidth() / (0.1 * max(map(len, shown)) + 0.9))  # inches of letters and of a sign
+        columns = max(1, min(len(shown), fitting))
+        figure.legend(shown.values(), shown.keys(), loc="outside lower center", ncols=columns, frameon=False)
