@@ -96,6 +96,6 @@ def run_bench(
                 except KVPacketError as error:
                     if options.parts:
                         raise
-                    logger.warning("%s is not measured: %s", name, error)
+                    logger.warning("%s is not measured: %s", name, str(error))
         finally:
             engine.close()
