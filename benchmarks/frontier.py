@@ -85,11 +85,8 @@ def main() -> None:
     part = MEAN if len(args.data) > 1 else rows[0]["part"]
     by_method = {row["method"]: row for row in rows if row["part"] == part}
     header = ["method", "n", "F1", "KL", "KL / plain's", "bytes a token", "added / random's"]
-    print(
-        table(
-            header, [[*_cells(row, by_method), _against_chance(row["method"], records)] for row in by_method.values()]
-        )
-    )
+    against = {method: _against_chance(method, records) for method in by_method}
+    print(table(header, [[*_cells(row, by_method), against[method]] for method, row in by_method.items()]))
     lines = {name: [by_method[method] for method in names] for name, names in curves.items()}
     plot_frontier(lines, args.out / "frontier.png")
 

@@ -56,6 +56,7 @@ def reopen_store(
     if noted and was_never_put(folder):
         raise StoreError(
             f"{str(folder)!r} says that its packets lie at {noted}, but they were never uploaded there; open it once "
-            "with --remote URL (remote=URL) to upload them, or with --remote none (remote='none') to keep them here"
+            f"with --remote URL (remote=URL) to upload them, or with --remote {KEEP_HERE} "
+            f"(remote={KEEP_HERE!r}) to keep them here"
         )
     return open_store(folder, noted, max_bytes, sweep=sweep)
