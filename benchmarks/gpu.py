@@ -25,6 +25,7 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig, PretrainedConfig, PreTrainedTokenizerBase, Qwen3Config
 
 from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.assemble import Assembly
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.bench.clock import describe
 from kvpacket_rag.encode import PacketEncoder
@@ -128,8 +129,10 @@ def assembly(backbone: Backbone, store: PacketStore, packets: list[Any], repeats
 
     def assemble() -> None:
         context.num_slots, context.num_positions = 0, 7
+        assembly = Assembly(context)
         for packet in near:
-            context.place(packet)
+            assembly.add(packet)
+        assembly.write()
 
     def copy() -> None:
         for number, packet in enumerate(near):

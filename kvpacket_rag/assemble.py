@@ -9,6 +9,7 @@ place and decoding appends in place.
 from __future__ import annotations
 
 import threading
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
@@ -18,9 +19,9 @@ from torch import Tensor
 
 from kvpacket_rag.compress.quantized import QuantizedTensor
 from kvpacket_rag.errors import PacketError
-from kvpacket_rag.fused import in_threads
+from kvpacket_rag.fused import Step, in_threads
 from kvpacket_rag.packet import Packet
-from kvpacket_rag.rope import RotaryPlan, Rotation, realign_into
+from kvpacket_rag.rope import RotaryPlan, Rotation, realign_into, realigning
 
 Key = str | tuple[int, ...]  # a packet's id, or the tokens of a text
 
@@ -90,23 +91,9 @@ class Context:
         Raises:
             PacketError: the packet's shapes are not those of the plan.
         """
-        groups = packet.groups
-        check_shapes(groups, self.plan, packet.packet_id)
-        place = self.reserve(packet.num_slots, packet.span)
-        slots = slice(place.slot, place.slot + place.num_tokens)
-        tensors = [stored for stored in groups if isinstance(stored, Tensor)]
-
-        def lay(part: int, parts: int) -> None:
-            for buffer, stored, group in zip(self.buffers, groups, self.plan.groups, strict=True):
-                layers = slice(len(buffer) * part // parts, len(buffer) * (part + 1) // parts)
-                target = buffer[layers, row, :, slots]
-                if isinstance(stored, QuantizedTensor):
-                    _restore_into(target, stored, group.rotation, place.position)
-                else:
-                    realign_into(target, _bring(stored[layers], target.device), group.rotation, place.position)
-
-        on_host = self.buffers[0].device.type == "cpu" and len(tensors) == len(groups)
-        in_threads(lay, sum(tensor.nbytes for tensor in tensors) if on_host else 0)
+        assembly = Assembly(self, row)
+        place = assembly.add(packet)
+        assembly.write()
         return place
 
     def row(self, number: int, start: int) -> Context:
@@ -124,6 +111,49 @@ class Context:
         return tuple(
             buffer[:, row, :, place.slot : stop].clone(memory_format=torch.contiguous_format) for buffer in self.buffers
         )
+
+
+class Assembly:
+    """Packets on their way into a context: each takes its place at once, and then all are written by several threads.
+
+    A thread takes longer to wake than a small packet to write, so they are woken once for all of them. What is not in
+    host memory, or has to be restored from few bits first, is written when it is added.
+
+    Args:
+        context: what the packets are written into.
+        row: of its buffers.
+    """
+
+    def __init__(self, context: Context, row: int = 0) -> None:
+        self._context = context
+        self._row = row
+        self._steps: deque[Step] = deque()
+        self._num_bytes = 0
+
+    def add(self, packet: Packet) -> Span:
+        """Take the next slots and positions for a packet, whose tensors are kept until they are written.
+
+        Raises:
+            PacketError: the packet's shapes are not those of the plan.
+        """
+        context, groups = self._context, packet.groups
+        check_shapes(groups, context.plan, packet.packet_id)
+        place = context.reserve(packet.num_slots, packet.span)
+        slots = slice(place.slot, place.slot + place.num_tokens)
+        for buffer, stored, group in zip(context.buffers, groups, context.plan.groups, strict=True):
+            target = buffer[:, self._row, :, slots]
+            if isinstance(stored, QuantizedTensor):
+                _restore_into(target, stored, group.rotation, place.position)
+            elif target.device.type == "cpu" == stored.device.type:
+                self._steps.extend(realigning(target, stored, group.rotation, place.position))
+                self._num_bytes += target.nbytes
+            else:
+                realign_into(target, _bring(stored, target.device), group.rotation, place.position)
+        return place
+
+    def write(self) -> None:
+        """Write what was added; each packet's tensors are let go of once they are written."""
+        in_threads(self._steps, self._num_bytes)
 
 
 def _bring(tensor: Tensor, device: torch.device) -> Tensor:

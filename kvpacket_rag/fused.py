@@ -13,20 +13,27 @@ from __future__ import annotations
 
 import functools
 import os
+from collections import deque
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor, wait
+from contextlib import suppress
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
+Step = Callable[[], object]
 _Loops = Mapping[str, Callable[..., None]]
-_MIN_BYTES_A_THREAD = 16 << 20  # a millisecond of one thread's work; a system under load may take as long to wake one
+_MIN_BYTES_A_THREAD = 4 << 20  # a quarter of a millisecond; a system under load may take as long to wake a thread
+_MIN_BYTES_A_STEP = 2 << 20
 _MIN_BYTES_STREAMED = 1 << 20  # of a tensor; below, a context may lie in the caches and is read from there
 
 
-def realign_into(target: Tensor, source: Tensor, layout: str, start: int, turn: tuple[Tensor, Tensor]) -> bool:
-    """Turn the rotary channels of ``source`` into ``target`` if a compiled loop fits; else do nothing.
+def turning(target: Tensor, source: Tensor, layout: str, start: int, turn: tuple[Tensor, Tensor]) -> list[Step]:
+    """Steps that turn the rotary channels of ``source`` into ``target``; none if no compiled loop fits.
+
+    They write into different layers, so they may be done in any order and by several threads.
 
     Args:
         target: (layers, heads, tokens, width), channels side by side, any other strides.
@@ -34,50 +41,40 @@ def realign_into(target: Tensor, source: Tensor, layout: str, start: int, turn: 
         layout: ``"half"`` or ``"interleaved"``, as in ``rope.Rotation``.
         start: first rotary channel.
         turn: cosine and sine of each pair, (n,) float32.
-
-    Returns:
-        Whether it was done.
     """
     if not (_fits(target) and _fits(source)):
-        return False
+        return []
     cos, sin = (part.numpy() for part in turn)
     loop = _loop(layout, target, start, len(cos))
     if loop is None:
-        return False
-    loop(*_flat(target), *_flat(source), tuple(target.shape[:3]), start, cos, sin)
-    return True
+        return []
+    return _cut(loop, target, source, tuple(target.shape[1:3]), start, cos, sin)
 
 
-def copy_into(target: Tensor, source: Tensor) -> bool:
-    """Copy ``source`` into ``target`` if a compiled loop fits; else do nothing.
-
-    Args:
-        target: (layers, heads, tokens, width), channels side by side, any other strides.
-        source: the same shape; not touched.
-
-    Returns:
-        Whether it was done.
-    """
+def copying(target: Tensor, source: Tensor) -> list[Step]:
+    """Steps that copy ``source`` into ``target``, as those of :func:`turning`; none if no compiled loop fits."""
     if not (_fits(target) and _fits(source)) or target.dtype != source.dtype:
-        return False
+        return []
     loop = _loop("copy", target, 0, target.shape[3])
     if loop is None:
-        return False
-    loop(*_flat(target), *_flat(source), tuple(target.shape))
-    return True
+        return []
+    return _cut(loop, target, source, tuple(target.shape[1:]))
 
 
-def in_threads(work: Callable[[int, int], None], num_bytes: int) -> None:
-    """Call ``work(part, parts)`` for every part of some bytes, by several threads where that pays.
+def in_threads(steps: deque[Step], num_bytes: int) -> None:
+    """Do all steps, by several threads where that pays for as many bytes; each is let go of once it is done.
 
-    Each takes the next part that is left, so a thread that the system is slow to wake costs nothing.
+    A thread takes the next step that is left, so one that the system is slow to wake costs nothing.
     """
-    threads = max(1, min(torch.get_num_threads(), num_bytes // _MIN_BYTES_A_THREAD)) if _loops()[0] else 1
-    left = iter(range(threads))
+    threads = min(torch.get_num_threads(), num_bytes // _MIN_BYTES_A_THREAD, len(steps)) if _loops()[0] else 1
 
     def take() -> None:
-        for part in left:
-            work(part, threads)
+        try:
+            while step := _next(steps):
+                step()
+        except BaseException:
+            steps.clear()
+            raise
 
     others = [_threads().submit(take) for _ in range(threads - 1)]
     try:
@@ -89,6 +86,12 @@ def in_threads(work: Callable[[int, int], None], num_bytes: int) -> None:
         other.result()
 
 
+def _next(steps: deque[Step]) -> Step | None:
+    with suppress(IndexError):  # another thread was quicker
+        return steps.popleft()
+    return None
+
+
 def _loop(name: str, target: Tensor, start: int, length: int) -> Callable[..., None] | None:
     """The compiled loop: one that writes past the caches where the target is large and its places are whole vectors."""
     ordinary, streaming, lanes = _loops()
@@ -97,6 +100,13 @@ def _loop(name: str, target: Tensor, start: int, length: int) -> Callable[..., N
     if fits and target.nbytes >= _MIN_BYTES_STREAMED and name in streaming:
         return streaming[name]
     return ordinary.get(name)
+
+
+def _cut(loop: Callable[..., None], target: Tensor, source: Tensor, *arguments: Any) -> list[Step]:
+    """A loop over some layers at a time, so that there is work for several threads."""
+    count, arrays = len(target), (*_flat(target), *_flat(source))
+    size = max(1, count * _MIN_BYTES_A_STEP // target.nbytes)
+    return [partial(loop, first, min(first + size, count), *arrays, *arguments) for first in range(0, count, size)]
 
 
 def _fits(tensor: Tensor) -> bool:

@@ -56,42 +56,49 @@ def _round(value: Any, like: Any) -> Any:
 
 
 @compiled
-def turn_half(target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any) -> None:
-    """Turn pairs of channels k and k + n; ``out`` and ``into`` are the strides of (layers, heads, tokens)."""
+def turn_half(
+    first: Any, last: Any, target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any
+) -> None:
+    """Turn pairs of channels k and k + n in layers ``first`` to ``last``.
+
+    ``out`` and ``into`` are the strides of (layers, heads, tokens), ``shape`` is (heads, tokens).
+    """
     pairs = np.uintp(cos.shape[0])
-    for layer in range(shape[0]):
-        for head in range(shape[1]):
-            for token in range(shape[2]):
+    for layer in range(first, last):
+        for head in range(shape[0]):
+            for token in range(shape[1]):
                 read = np.uintp(layer * into[0] + head * into[1] + token * into[2] + start)
                 write = np.uintp(layer * out[0] + head * out[1] + token * out[2] + start)
                 for k in range(pairs):
-                    first, second = _widen(source[read + k]), _widen(source[read + pairs + k])
-                    target[write + k] = _narrow(first * cos[k] - second * sin[k], target[0])
-                    target[write + pairs + k] = _narrow(second * cos[k] + first * sin[k], target[0])
+                    one, other = _widen(source[read + k]), _widen(source[read + pairs + k])
+                    target[write + k] = _narrow(one * cos[k] - other * sin[k], target[0])
+                    target[write + pairs + k] = _narrow(other * cos[k] + one * sin[k], target[0])
 
 
 @compiled
-def turn_interleaved(target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any) -> None:
+def turn_interleaved(
+    first: Any, last: Any, target: Any, out: Any, source: Any, into: Any, shape: Any, start: Any, cos: Any, sin: Any
+) -> None:
     """Turn pairs of channels 2k and 2k + 1; arguments as of :func:`turn_half`."""
     pairs, two = np.uintp(cos.shape[0]), np.uintp(2)
-    for layer in range(shape[0]):
-        for head in range(shape[1]):
-            for token in range(shape[2]):
+    for layer in range(first, last):
+        for head in range(shape[0]):
+            for token in range(shape[1]):
                 read = np.uintp(layer * into[0] + head * into[1] + token * into[2] + start)
                 write = np.uintp(layer * out[0] + head * out[1] + token * out[2] + start)
                 for k in range(pairs):
-                    first, second = _widen(source[read + two * k]), _widen(source[read + two * k + np.uintp(1)])
-                    target[write + two * k] = _narrow(first * cos[k] - second * sin[k], target[0])
-                    target[write + two * k + np.uintp(1)] = _narrow(second * cos[k] + first * sin[k], target[0])
+                    one, other = _widen(source[read + two * k]), _widen(source[read + two * k + np.uintp(1)])
+                    target[write + two * k] = _narrow(one * cos[k] - other * sin[k], target[0])
+                    target[write + two * k + np.uintp(1)] = _narrow(other * cos[k] + one * sin[k], target[0])
 
 
 @compiled
-def copy(target: Any, out: Any, source: Any, into: Any, shape: Any) -> None:
-    """Copy ``shape`` (layers, heads, tokens, width); ``out`` and ``into`` are the strides of all but the width."""
-    width = np.uintp(shape[3])
-    for layer in range(shape[0]):
-        for head in range(shape[1]):
-            for token in range(shape[2]):
+def copy(first: Any, last: Any, target: Any, out: Any, source: Any, into: Any, shape: Any) -> None:
+    """Copy ``shape`` (heads, tokens, width) in layers ``first`` to ``last``; strides as of :func:`turn_half`."""
+    width = np.uintp(shape[2])
+    for layer in range(first, last):
+        for head in range(shape[0]):
+            for token in range(shape[1]):
                 read = np.uintp(layer * into[0] + head * into[1] + token * into[2])
                 write = np.uintp(layer * out[0] + head * out[1] + token * out[2])
                 for k in range(width):

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from torch import Tensor
 
 from kvpacket_rag.answer import Miss
-from kvpacket_rag.assemble import Context, Filled, Key, Span
+from kvpacket_rag.assemble import Assembly, Context, Filled, Key, Span
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.device_errors import is_out_of_memory
 from kvpacket_rag.encode import PacketEncoder
@@ -214,16 +214,18 @@ class Prefiller:
             The places of the texts and their tokens, and what the context is filled with once they are read.
         """
         texts: list[tuple[Span, list[int]]] = []
+        assembly = Assembly(context)
         filled, context.filled = list(context.filled), ()
         for part in parts[len(filled) :]:
             ids = [] if part.packet and part.packet_id else ids_of(self._backbone, part)
             if part.packet:
-                context.place(part.packet)
+                assembly.add(part.packet)
                 ids = ids[part.packet.num_tokens :]
                 part.packet = None  # unmaps the file, so that its pages do not stand beside their copy
             if ids:
                 texts.append((context.reserve(len(ids)), ids))
             filled.append(Filled(self._key(part), context.num_slots, context.num_positions))
+        assembly.write()
         return texts, tuple(filled)
 
     def _read_preamble(self, bound: BoundContext, place: Span, ids: list[int], sparing: bool) -> None:

@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Literal
 
 import torch
@@ -104,11 +105,17 @@ def realign(tensor: Tensor, rotation: Rotation | None, shift: int) -> Tensor:
 
 
 def realign_into(target: Tensor, source: Tensor, rotation: Rotation | None, shift: int) -> None:
-    """Write ``source``, moved by ``shift`` positions, into ``target``; ``source`` is not touched.
+    """Write ``source``, moved by ``shift`` positions, into ``target``; arguments as of :func:`realigning`."""
+    for step in realigning(target, source, rotation, shift):
+        step()
 
-    On a CPU in one pass by the compiled loop of ``fused``, or else by torch, block by block along the first
+
+def realigning(target: Tensor, source: Tensor, rotation: Rotation | None, shift: int) -> list[fused.Step]:
+    """Steps that write ``source``, moved by ``shift`` positions, into ``target``; ``source`` is not touched.
+
+    On a CPU in one pass by the compiled loops of ``fused``, or else by torch, block by block along the first
     axis (one layer at a time), so that a block is still in the processor's cache when its second half is
-    turned; elsewhere in one piece.
+    turned; elsewhere in one piece. The steps may be done in any order and by several threads.
 
     Args:
         target: (layers, ..., tokens, width), any strides.
@@ -117,20 +124,20 @@ def realign_into(target: Tensor, source: Tensor, rotation: Rotation | None, shif
         shift: positions to move by.
     """
     if rotation is None or shift == 0:
-        if not fused.copy_into(target, source):
-            target.copy_(source)
-        return
+        return fused.copying(target, source) or [partial(target.copy_, source)]
     full = source.dtype == target.dtype and source.dtype in (torch.float32, torch.float64)
     turn = rotation.turn(shift, source.dtype if full else torch.float32, target.device)
-    for rest in (slice(0, rotation.start), slice(rotation.stop, source.shape[-1])):
-        if rest.stop > rest.start:
-            target[..., rest].copy_(source[..., rest])
-    if fused.realign_into(target, source, rotation.layout, rotation.start, turn):
-        return
-    rotate = _rotate_full if full else _rotate_half
-    blocks = zip(target, source, strict=True) if target.device.type == "cpu" else [(target, source)]
-    for out, block in blocks:
-        rotate(out, block, rotation, *turn)
+    steps: list[fused.Step] = [
+        partial(target[..., rest].copy_, source[..., rest])
+        for rest in (slice(0, rotation.start), slice(rotation.stop, source.shape[-1]))
+        if rest.stop > rest.start
+    ]
+    turning = fused.turning(target, source, rotation.layout, rotation.start, turn)
+    if not turning:
+        rotate = _rotate_full if full else _rotate_half
+        blocks = zip(target, source, strict=True) if target.device.type == "cpu" else [(target, source)]
+        turning = [partial(rotate, out, block, rotation, *turn) for out, block in blocks]
+    return steps + turning
 
 
 def _rotate_full(out: Tensor, block: Tensor, rotation: Rotation, cos: Tensor, sin: Tensor) -> None:

@@ -10,7 +10,7 @@ import torch
 from conftest import CHUNKS
 
 from kvpacket_rag import prefill
-from kvpacket_rag.assemble import Context
+from kvpacket_rag.assemble import Assembly
 from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.device_errors import is_out_of_memory, told
@@ -55,7 +55,7 @@ def failing(work: Callable[..., Any], error: BaseException, times: int, calls: l
 def test_room_is_made_and_the_packets_are_used(engine: KVPacketEngine, monkeypatch: Any, error: Any, where: str):
     expected = engine.generate(PROMPT, SHORT)
     pool, store, calls = engine.backbone.pool, engine.store, []
-    place, part = {"buffer": (pool, "take"), "packet": (Context, "place"), "text": (engine.backbone, "prefill")}[where]
+    place, part = {"buffer": (pool, "take"), "packet": (Assembly, "write"), "text": (engine.backbone, "prefill")}[where]
     if where == "buffer":
         pool.drop_idle()
     monkeypatch.setattr(place, part, failing(getattr(place, part), error, 1, calls))
@@ -68,7 +68,7 @@ def test_room_is_made_and_the_packets_are_used(engine: KVPacketEngine, monkeypat
 def test_where_packets_find_no_room_their_text_is_read_and_told_of(engine: KVPacketEngine, monkeypatch: Any, caplog):
     expected = engine.generate(PROMPT, SHORT, policy="prefill")
     engine.backbone.pool.drop_idle()
-    monkeypatch.setattr(Context, "place", failing(Context.place, KINDS[0], 1 << 30, []))
+    monkeypatch.setattr(Assembly, "add", failing(Assembly.add, KINDS[0], 1 << 30, []))
     found = engine.generate(PROMPT, SHORT)
     assert found.token_ids == expected.token_ids and found.usage.packet_tokens == 0
     assert found.usage.prompt_tokens == expected.usage.prompt_tokens
@@ -119,7 +119,7 @@ def test_memory_that_runs_out_later_is_said_in_words(engine: KVPacketEngine, mon
 
 
 def test_other_errors_pass_as_they_are(engine: KVPacketEngine, monkeypatch: Any):
-    monkeypatch.setattr(Context, "place", failing(Context.place, RuntimeError("shapes differ"), 1 << 30, []))
+    monkeypatch.setattr(Assembly, "add", failing(Assembly.add, RuntimeError("shapes differ"), 1 << 30, []))
     engine.backbone.pool.drop_idle()
     with pytest.raises(RuntimeError, match="shapes differ"):
         engine.generate(PROMPT, SHORT)
@@ -139,7 +139,7 @@ def test_a_device_that_disappears_is_named_with_what_to_do(words: str):
 def test_a_device_that_disappears_within_a_request_is_told_of(engine: KVPacketEngine, monkeypatch: Any, where: str):
     """Not taken for memory that ran out: nothing is tried a second time."""
     engine.generate(PROMPT, SHORT)
-    place, part = {"packet": (Context, "place"), "text": (engine.backbone, "prefill")}[where]
+    place, part = {"packet": (Assembly, "write"), "text": (engine.backbone, "prefill")}[where]
     calls: list[int] = []
     monkeypatch.setattr(place, part, failing(getattr(place, part), RuntimeError("CUDA error: lost"), 1, calls))
     monkeypatch.setattr(engine.backbone.pool, "take_filled", lambda *_: None)

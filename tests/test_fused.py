@@ -6,13 +6,18 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
+from collections import deque
+from dataclasses import replace
+from functools import partial
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from kvpacket_rag import fused
-from kvpacket_rag.assemble import ContextPool
+from kvpacket_rag.assemble import Assembly, ContextPool
 from kvpacket_rag.packet import Packet, PacketSignature
 from kvpacket_rag.rope import Layout, RotaryPlan, Rotation, TensorGroup, realign, realign_into
 
@@ -21,9 +26,14 @@ pytest.importorskip("numba")
 FREQUENCIES = tuple(10000 ** (-k / 9) for k in range(9))
 
 
+def done(steps: list[fused.Step]) -> bool:
+    """Do the steps, one after another; whether there were any."""
+    return bool([step() for step in steps])
+
+
 def by_torch(source: Tensor, rotation: Rotation, shift: int, monkeypatch: pytest.MonkeyPatch) -> Tensor:
     with monkeypatch.context() as patch:
-        patch.setattr(fused, "realign_into", lambda *_: False)
+        patch.setattr(fused, "turning", lambda *_: [])
         return realign(source, rotation, shift)
 
 
@@ -34,7 +44,7 @@ def test_the_loop_agrees_with_torch_to_the_last_rounding(layout: Layout, dtype: 
     source = torch.randn(3, 2, 17, 23, generator=torch.Generator().manual_seed(1)).to(dtype)
     buffer = torch.zeros(3, 1, 2, 40, 23, dtype=dtype)
     target = buffer[:, 0, :, 9:26]
-    assert fused.realign_into(target, source, layout, 2, rotation.turn(501, torch.float32, torch.device("cpu")))
+    assert done(fused.turning(target, source, layout, 2, rotation.turn(501, torch.float32, torch.device("cpu"))))
     expected = by_torch(source, rotation, 501, monkeypatch)
     tolerance = {torch.float32: 2e-7, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(target[..., 2:20], expected[..., 2:20], rtol=tolerance, atol=tolerance)
@@ -45,7 +55,7 @@ def test_every_bfloat16_survives_a_turn_by_nothing():
     source = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(1, 1, -1, 2)
     target, still = torch.zeros_like(source), (torch.ones(1), torch.zeros(1))
     finite = source.isfinite().all(-1)
-    assert fused.realign_into(target, source, "half", 0, still)
+    assert done(fused.turning(target, source, "half", 0, still))
     assert torch.equal(target[finite], source[finite])
     assert torch.equal(target.isnan()[source.isnan()], source.isnan()[source.isnan()])
 
@@ -54,8 +64,22 @@ def test_bfloat16_is_rounded_to_nearest_with_ties_to_even():
     """Against torch's own cast, where the products are exact in float32."""
     source = torch.randn(1, 1, 4096, 2, generator=torch.Generator().manual_seed(2)).bfloat16()
     target, factor = torch.zeros_like(source), 1.00390625
-    assert fused.realign_into(target, source, "half", 0, (torch.tensor([factor]), torch.zeros(1)))
+    assert done(fused.turning(target, source, "half", 0, (torch.tensor([factor]), torch.zeros(1))))
     assert torch.equal(target, (source.float() * factor).bfloat16())
+
+
+def test_every_bfloat16_that_is_written_past_the_caches_is_that_of_the_plain_loop(monkeypatch):
+    """All 65,536 bit patterns beside each other's; infinities times nothing among them, and ties."""
+    source = torch.arange(-(2**15), 2**15).to(torch.int16).view(torch.bfloat16).reshape(1, 1, -1, 64)
+    source = torch.cat([source, source.flip(3)], dim=2).contiguous()
+    targets = torch.zeros(2, *source.shape, dtype=source.dtype)
+    for turn in ((torch.ones(32), torch.zeros(32)), (torch.arange(32) / 256 + 1, torch.linspace(-1, 1, 32))):
+        for target, least in zip(targets, (1 << 40, 1), strict=True):
+            monkeypatch.setattr(fused, "_MIN_BYTES_STREAMED", least)
+            assert done(fused.turning(target, source, "half", 0, turn))
+        plain, streamed = targets
+        assert torch.equal(plain.isnan(), streamed.isnan())
+        assert torch.equal(plain.nan_to_num(), streamed.nan_to_num())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -67,10 +91,10 @@ def test_writing_past_the_caches_is_the_same_but_for_the_last_rounding(dtype: to
     turn = rotation.turn(501, torch.float32, torch.device("cpu"))
     for buffer, least in zip(buffers, (1 << 40, 1), strict=True):
         monkeypatch.setattr(fused, "_MIN_BYTES_STREAMED", least)
-        assert fused.realign_into(buffer[:, 0, :, 9:26], source, "half", 0, turn)
+        assert done(fused.turning(buffer[:, 0, :, 9:26], source, "half", 0, turn))
     tolerance = {torch.float32: 2e-7, torch.bfloat16: 2**-7}[dtype]
     torch.testing.assert_close(buffers[1], buffers[0], rtol=tolerance, atol=tolerance, equal_nan=True)
-    assert fused.copy_into(buffers[1][:, 0, :, 9:26], source)
+    assert done(fused.copying(buffers[1][:, 0, :, 9:26], source))
     assert torch.equal(buffers[1][:, 0, :, 9:26].nan_to_num(), source.nan_to_num())
     assert not buffers[1][..., :9, :].any() and not buffers[1][..., 26:, :].any()
 
@@ -93,27 +117,40 @@ def test_only_what_fits_whole_vectors_is_written_past_the_caches(width, first, s
 
 
 @pytest.mark.parametrize("threads", [1, 3])
-def test_several_threads_do_every_part_once(threads: int, monkeypatch):
+def test_several_threads_do_every_step_once(threads: int, monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
-    done: list[tuple[int, int]] = []
-    fused.in_threads(lambda part, parts: done.append((part, parts)), 1 << 40)
-    assert sorted(done) == [(part, threads) for part in range(threads)]
-    fused.in_threads(lambda part, parts: done.append((part, parts)), 1 << 10)
-    assert done[threads:] == [(0, 1)]  # a few bytes are no work for two
+    found: list[int] = []
+    steps: deque[fused.Step] = deque(partial(found.append, number) for number in range(50))
+    fused.in_threads(steps, 1 << 40)
+    assert sorted(found) == list(range(50)) and not steps
 
 
-def test_what_a_thread_raises_is_raised(monkeypatch):
+def test_a_few_bytes_are_no_work_for_two(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    monkeypatch.setattr(fused, "_threads", lambda: pytest.fail("a thread was woken"))
+    found: list[int] = []
+    fused.in_threads(deque(partial(found.append, number) for number in range(3)), 1 << 10)
+    assert found == [0, 1, 2]
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, IndexError])
+def test_what_a_step_raises_is_raised(kind: type[Exception], monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+
+    def work(fails: bool) -> None:
+        if fails:
+            raise kind
+
     for bad in range(3):
-        with pytest.raises(ZeroDivisionError):
-            fused.in_threads(lambda part, _, bad=bad: 1 // (part - bad), 1 << 40)
+        with pytest.raises(kind):
+            fused.in_threads(deque(partial(work, number == bad) for number in range(3)), 1 << 40)
 
 
-def test_nobody_is_at_work_any_more_when_a_part_has_failed(monkeypatch):
+def test_nobody_is_at_work_any_more_when_a_step_has_failed(monkeypatch):
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     begun, failing, done = threading.Event(), threading.Event(), threading.Event()
 
-    def work(part: int, parts: int) -> None:
+    def work() -> None:
         if threading.current_thread() is threading.main_thread():
             assert begun.wait(60)
             failing.set()
@@ -123,25 +160,58 @@ def test_nobody_is_at_work_any_more_when_a_part_has_failed(monkeypatch):
         time.sleep(0.2)
         done.set()
 
+    steps: deque[fused.Step] = deque([work, work, lambda: pytest.fail("begun after the failure")])
     with pytest.raises(ZeroDivisionError):
-        fused.in_threads(work, 1 << 40)
-    assert done.is_set()
+        fused.in_threads(steps, 1 << 40)
+    assert done.is_set() and not steps
 
 
-def test_several_threads_lay_out_what_one_does(monkeypatch):
+def packet_of(plan: RotaryPlan, tokens: int) -> Packet:
+    tensors = tuple(torch.randn(len(g.layers), g.heads, tokens, g.width) for g in plan.groups)
+    return Packet("test", PacketSignature("w", "t", "none", plan.digest, "float32"), tensors, tokens, tokens)
+
+
+@pytest.fixture
+def plan() -> RotaryPlan:
     kinds = (("keys", Rotation("half", 0, FREQUENCIES)), ("values", None))
-    plan = RotaryPlan(tuple(TensorGroup(name, tuple(range(5)), 2, 18, True, turn) for name, turn in kinds), 100)
-    tensors = tuple(torch.randn(5, 2, 11, 18) for _ in range(2))
-    packet = Packet("test", PacketSignature("w", "t", "none", plan.digest, "float32"), tensors, 11, 11)
-    contexts = []
-    for threads in (1, 3):
-        monkeypatch.setattr(fused, "_MIN_BYTES_A_THREAD", 1)
-        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
-        contexts.append(ContextPool(plan, torch.float32, torch.device("cpu")).take(20))
-        contexts[-1].reserve(4)
-        place = contexts[-1].place(packet)
-    for alone, shared in zip(*(context.extract(place) for context in contexts), strict=True):
-        assert torch.equal(alone, shared)
+    return RotaryPlan(tuple(TensorGroup(name, tuple(range(5)), 2, 18, True, turn) for name, turn in kinds), 100)
+
+
+def test_several_threads_lay_out_together_what_one_lays_out_packet_by_packet(plan: RotaryPlan, monkeypatch):
+    packets = [packet_of(plan, tokens) for tokens in (11, 1, 7)]
+    pool = ContextPool(plan, torch.float32, torch.device("cpu"))
+    alone, shared = pool.take(30), pool.take(30)
+    for context in (alone, shared):
+        context.reserve(4)
+    places = [alone.place(packet) for packet in packets]
+    monkeypatch.setattr(fused, "_MIN_BYTES_A_THREAD", 1)
+    monkeypatch.setattr(fused, "_MIN_BYTES_A_STEP", 1)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
+    assembly = Assembly(shared)
+    assert [assembly.add(packet) for packet in packets] == places
+    assembly.write()
+    for place in places:
+        for one, other in zip(alone.extract(place), shared.extract(place), strict=True):
+            assert torch.equal(one, other)
+
+
+def test_a_packet_is_let_go_of_once_it_is_written(plan: RotaryPlan):
+    assembly = Assembly(ContextPool(plan, torch.float32, torch.device("cpu")).take(30))
+    alive: list[weakref.ref[np.ndarray]] = []
+    seen: list[int] = []
+
+    def look() -> None:
+        seen.append(sum(ref() is not None for ref in alive))
+
+    for _ in range(3):
+        arrays = [np.ones((5, 2, 7, 18), dtype=np.float32) for _ in range(2)]
+        alive += [weakref.ref(array) for array in arrays]
+        packet = packet_of(plan, 7)
+        assembly.add(replace(packet, tensors=tuple(torch.from_numpy(array) for array in arrays)))
+        assembly._steps.append(look)
+    del arrays, packet
+    assembly.write()
+    assert seen == [4, 2, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -155,7 +225,7 @@ def test_what_is_only_copied_is_not_left_to_torch(dtype: torch.dtype, monkeypatc
         realign_into(target, source, rotation, shift)
         assert torch.equal(target, source)
     assert not buffer[..., :9, :].any() and not buffer[..., 20:, :].any()
-    assert not fused.copy_into(target.double(), source) and not fused.copy_into(target, source.transpose(2, 3))
+    assert not fused.copying(target.double(), source) and not fused.copying(target, source.transpose(2, 3))
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
@@ -163,7 +233,7 @@ def test_other_formats_are_left_to_torch(dtype: torch.dtype):
     source = torch.randn(1, 1, 3, 18).to(dtype)
     target = torch.zeros_like(source)
     turn = Rotation("half", 0, FREQUENCIES).turn(5, torch.float32, torch.device("cpu"))
-    assert not fused.realign_into(target, source, "half", 0, turn)
+    assert not done(fused.turning(target, source, "half", 0, turn))
     assert not target.any()
 
 
@@ -183,8 +253,9 @@ def test_loops_are_compiled_where_nothing_can_be_kept_on_disk():
     script = (
         "import torch, numba.core.caching as caching\n"
         "caching.CacheImpl._locator_classes = []\n"
-        "from kvpacket_rag.fused import copy_into\n"
+        "from kvpacket_rag.fused import copying\n"
         "source, target = torch.ones(1, 1, 2, 8), torch.zeros(1, 1, 2, 8)\n"
-        "assert copy_into(target, source) and torch.equal(target, source)\n"
+        "[step() for step in copying(target, source)]\n"
+        "assert torch.equal(target, source)\n"
     )
     subprocess.run([sys.executable, "-c", script], check=True, timeout=120)

@@ -9,7 +9,7 @@ from itertools import accumulate
 
 import torch
 
-from kvpacket_rag.assemble import ContextPool
+from kvpacket_rag.assemble import Assembly, ContextPool
 from kvpacket_rag.bench import bare
 from kvpacket_rag.bench.clock import median_of_turns
 from kvpacket_rag.bench.texts import chunks_of, prompt
@@ -42,8 +42,10 @@ def _assemble(engine: KVPacketEngine, chunks: int, dtype: torch.dtype, repeats: 
 
     def assemble() -> None:
         context.num_slots, context.num_positions = 0, 7  # 7: so that the first packet is turned as well
+        assembly = Assembly(context)
         for packet in packets:
-            context.place(packet)
+            assembly.add(packet)
+        assembly.write()
 
     def copy() -> None:
         for number, packet in enumerate(packets):

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from kvpacket_rag.assemble import Context
+from kvpacket_rag.assemble import Assembly, Context
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.evaluation.case import Case, State
@@ -51,15 +51,17 @@ class PartialStep:
         self.backbone = backbone
         self.context: Context = backbone.pool.take(sum(part.num_tokens for part in parts) + room)
         self.packet_ids = [part.packet_id for part in parts if part.packet]
+        assembly = Assembly(self.context)
         ids: list[int] = []
         chunk: list[int] = []
         for part in parts:
             chunk += [max(chunk, default=-1) + 1 if part.packet else -1] * part.num_tokens
             ids += part.ids or []
             if part.packet:
-                self.context.place(part.packet)
+                assembly.add(part.packet)
             else:
                 self.context.reserve(part.num_tokens)
+        assembly.write()
         self.ids = torch.tensor(ids, device=backbone.device)
         self.chunk = torch.tensor(chunk, device=backbone.device)
         self.positions = torch.arange(len(ids), device=backbone.device)
