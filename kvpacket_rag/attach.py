@@ -112,8 +112,8 @@ def _add_low_rank(down: Tensor, up: Tensor, inside: Tensor | None) -> Any:
         update = inputs @ down.to(inputs).T
         if inside is not None:
             update = update * inside.view(*inputs.shape[:-1], 1)
-        added: Tensor = output + update @ up.to(inputs).T
-        return added
+        output.view(-1, output.shape[-1]).addmm_(update.view(-1, up.shape[1]), up.to(inputs).T)  # in a single pass
+        return output
 
     return hook
 
