@@ -141,12 +141,13 @@ class Backbone:
         return self.model.get_input_embeddings()(torch.tensor(list(ids), dtype=torch.long, device=self.device))  # type: ignore[no-any-return]
 
     @torch.no_grad()
-    def encode(self, rows: Sequence[Tensor], sink: int = 0) -> list[tuple[Tensor, ...]]:
+    def encode(self, rows: Sequence[Tensor], sink: int = 0, *, whole: bool = False) -> list[tuple[Tensor, ...]]:
         """Prefill every row alone from position 0, in one padded batch.
 
         Args:
             rows: each (tokens,) ids or (tokens, hidden) embeddings, all of one kind.
             sink: leading tokens that are read and then left out; what follows is moved to position 0.
+            whole: run the model to its end, for those who watch it.
 
         Returns:
             For each row one tensor a group of the plan, (layers, heads, tokens, width), on the host.
@@ -164,7 +165,8 @@ class Backbone:
             mask = (positions < torch.tensor(lengths, device=self.device)[:, None]).long()
         context = self.pool.take(longest, batch=len(rows))
         try:
-            self.runner.bind(context).run(inputs, slice(0, longest), positions, longest, mask)
+            bound = self.runner.bind(context)
+            (bound.run if whole else bound.fill)(inputs, slice(0, longest), positions, longest, mask)
             places = [Span(sink, sink, length - sink) for length in lengths]
             return [self._to_rest(context.extract(place, row), sink) for row, place in enumerate(places)]
         finally:

@@ -182,7 +182,7 @@ class PacketEncoder:
             if self._compressor is None:
                 return self.backbone.encode(inputs, left_out)
             with self._compressor.watching() as seen:
-                (tensors,) = self.backbone.encode(inputs, left_out)
+                (tensors,) = self.backbone.encode(inputs, left_out, whole=True)
             soft = self.adapter.roles(len(rows[0]))[self.adapter.left_out_tokens :] < self.adapter.num_tokens
             return [self._compressor.compress(tensors, seen, rows[0], soft)]
 

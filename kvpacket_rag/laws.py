@@ -230,9 +230,10 @@ def _run_text(runner: ModelRunner, context: Context, ids: Tensor) -> Tensor:
 
 
 def _encode_alone(runner: ModelRunner, plan: RotaryPlan, ids: Tensor) -> Context:
-    """A context that holds one chunk, encoded from position 0."""
+    """A context that holds one chunk, encoded from position 0 as chunks are: up to the last layer's keys."""
     alone = _pool(runner, plan).take(ids.shape[1])
-    _run_text(runner, alone, ids)
+    span = alone.reserve(ids.shape[1])
+    runner.bind(alone).fill(ids, slice(0, span.num_tokens), _count(ids, 0), span.num_tokens)
     return alone
 
 

@@ -1,4 +1,4 @@
-"""Calls the model. The only file that speaks transformers' cache API.
+"""Calls the model. With ``cache_layers`` the only file that speaks transformers' cache API.
 
 The model is handed cache layers that write into a context's buffers, at the slots it is told, so
 nothing is concatenated: text lands between packets in one forward, decoding appends in place.
@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -18,6 +18,7 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import DummyLayer, DynamicIndexedLayer, DynamicLayer, DynamicSlidingWindowLayer
 
 from kvpacket_rag.assemble import Context
+from kvpacket_rag.cache_layers import AllWritten, ContextLayer, Cursor, OffsetLayer
 from kvpacket_rag.errors import UnsupportedModelError
 from kvpacket_rag.shared_keys import shared_keys
 from kvpacket_rag.snapshot import Snapshot, tensors_of
@@ -25,63 +26,6 @@ from kvpacket_rag.snapshot import Snapshot, tensors_of
 Mask = Tensor | dict[str, Tensor] | None
 
 _KNOWN_LAYERS = (DynamicLayer, DynamicSlidingWindowLayer, DynamicIndexedLayer, DummyLayer)
-
-
-@dataclass(slots=True)
-class _Cursor:
-    """Where the next forward writes, and how much of the buffers it sees."""
-
-    write: slice | Tensor
-    first: int
-    visible: int
-
-
-class _ContextLayer(DynamicLayer):
-    """A cache layer over a context's buffers: writes at the cursor, shows everything up to it."""
-
-    def __init__(self, tensors: Mapping[str, Tensor], cursor: _Cursor) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._tensors = tensors
-        self._cursor = cursor
-        self.is_initialized = bool(tensors)  # a layer the model never fills must look it
-        self.keys, self.values = (tensors[n][..., :0, :] if n in tensors else None for n in ("keys", "values"))
-
-    def _write(self, name: str, new: Tensor) -> Tensor:
-        if name not in self._tensors:  # a tensor of no width, as a latent cache without a rotary part has
-            return new.new_empty((*new.shape[:-2], self._cursor.visible, new.shape[-1]))
-        buffer, where = self._tensors[name], self._cursor.write
-        if isinstance(where, slice):
-            buffer[..., where, :] = new
-        else:
-            buffer.index_copy_(-2, where, new.to(buffer.dtype))
-        return buffer[..., : self._cursor.visible, :].to(new.dtype)  # an indexer may work in float32 in any model
-
-    def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        self.keys, self.values = self._write("keys", key_states), self._write("values", value_states)
-        return self.keys, self.values
-
-    def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
-        return self._write("indexer_keys", indexer_key_states)
-
-    def get_seq_length(self) -> int:
-        return self._cursor.first
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return self._cursor.visible, 0
-
-
-class _OffsetLayer(DynamicIndexedLayer):
-    """A cache layer that claims ``first`` earlier tokens and shows none of them."""
-
-    def __init__(self, first: int) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._first = first
-
-    def get_seq_length(self) -> int:
-        return self._first
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        return query_length, self._first
 
 
 class ModelRunner:
@@ -167,7 +111,7 @@ class ModelRunner:
         """
         length = inputs.shape[1]
         positions = torch.arange(first_position, first_position + length, device=inputs.device)
-        empty = self._stand_in(lambda number: _OffsetLayer(first_position)) if move_slots else None
+        empty = self._stand_in(lambda number: OffsetLayer(first_position)) if move_slots else None
         _, cache = self.forward(inputs, positions.repeat(inputs.shape[0], 1), empty)
         layers = getattr(cache, "layers", None)
         if layers is None:
@@ -217,14 +161,15 @@ class ModelRunner:
 
     def bind(self, context: Context) -> BoundContext:
         """Stand a context in for the model's cache."""
-        cursor = _Cursor(slice(0, 0), 0, 0)
+        cursor = Cursor(slice(0, 0), 0, 0)
         by_layer: dict[int, dict[str, Tensor]] = {}
         for group, buffer in zip(context.plan.groups, context.buffers, strict=True):
             for row, layer in enumerate(group.layers):
                 view = buffer[row] if group.has_heads else buffer[row][:, 0]
                 by_layer.setdefault(layer, {})[group.name] = view
+        cache = self._stand_in(lambda number: ContextLayer(number, by_layer.get(number, {}), cursor))
         return BoundContext(
-            self, self._stand_in(lambda number: _ContextLayer(by_layer.get(number, {}), cursor)), cursor
+            self, cache, cursor, frozenset((n, name) for n, found in by_layer.items() for name in found)
         )
 
     def _stand_in(self, make_layer: Callable[[int], DynamicLayer]) -> DynamicCache:
@@ -262,7 +207,8 @@ class BoundContext:
 
     runner: ModelRunner
     cache: Any
-    cursor: _Cursor
+    cursor: Cursor
+    tensors: frozenset[tuple[int, str]]  # all that a forward writes
 
     def run(
         self,
@@ -287,7 +233,25 @@ class BoundContext:
             (batch, vocabulary): logits of the last token; (batch, wanted tokens, vocabulary) if others are wanted.
         """
         with self.runner.lock:
-            self.cursor.write, self.cursor.visible = slots, visible
-            self.cursor.first = visible - inputs.shape[1]
+            self._point(slots, visible, inputs.shape[1])
             logits, _ = self.runner.forward(inputs, positions, self.cache, mask, wanted)
         return logits[:, -1] if isinstance(wanted, str) and wanted == "last" else logits
+
+    def fill(self, inputs: Tensor, slots: slice | Tensor, positions: Tensor, visible: int, mask: Mask = None) -> None:
+        """As :meth:`run` without logits: the forward ends once the last keys and values are written.
+
+        What the last layer does with them, and all that follows, would be thrown away: one layer's work in each
+        forward, and more where late layers share the keys of earlier ones.
+        """
+        with self.runner.lock:
+            self._point(slots, visible, inputs.shape[1])
+            self.cursor.awaited = set(self.tensors)
+            try:
+                self.runner.forward(inputs, positions, self.cache, mask)
+            except AllWritten:
+                pass
+            finally:
+                self.cursor.awaited = None
+
+    def _point(self, slots: slice | Tensor, visible: int, num_tokens: int) -> None:
+        self.cursor.write, self.cursor.visible, self.cursor.first = slots, visible, visible - num_tokens

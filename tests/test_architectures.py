@@ -139,6 +139,12 @@ def test_one_bare_packet_in_front_equals_plain_prefill(backbone: Backbone) -> No
     assert error(served_logits(backbone, [PACKETS[0], QUESTION]), plain) < 5e-6  # float32
 
 
+def test_a_forward_that_ends_with_the_last_keys_writes_what_a_whole_one_writes(backbone: Backbone) -> None:
+    rows = [torch.tensor(tokens) for _, tokens in PACKETS]
+    for whole, ended in zip(backbone.encode(rows, whole=True), backbone.encode(rows), strict=True):
+        assert all(map(torch.equal, whole, ended))
+
+
 def test_what_a_packet_sees_matters_to_the_answer(backbone: Backbone) -> None:
     """So that the laws above are no laws about nothing."""
     pieces = [*PACKETS, QUESTION]

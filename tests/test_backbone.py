@@ -141,6 +141,30 @@ def test_assembling_twice_gives_the_same_bits_and_leaves_the_packets_alone(backb
     assert all(torch.equal(a, b) for a, b in zip(before, (t for p in packets for t in p.tensors), strict=True))
 
 
+@pytest.mark.parametrize("whole", [False, True])
+def test_the_last_layer_is_left_once_its_keys_are_there_unless_somebody_watches(
+    whole: bool, backbone: Backbone, monkeypatch: pytest.MonkeyPatch
+):
+    ran: list[str] = []
+    layers = [(f"layer {n}", layer.mlp) for n, layer in enumerate(backbone.model.model.layers)]
+    for name, module in [*layers, ("logits", backbone.model.lm_head)]:
+        forward = module.forward
+        monkeypatch.setattr(module, "forward", lambda *a, f=forward, n=name: (ran.append(n), f(*a))[1])
+    found = backbone.encode([torch.tensor(backbone.token_ids(TEXTS[0]))], whole=whole)
+    assert ran == ["layer 0", "layer 1"] + ["layer 2", "logits"] * whole
+    monkeypatch.undo()
+    assert all(map(torch.equal, found[0], backbone.encode([torch.tensor(backbone.token_ids(TEXTS[0]))])[0]))
+
+
+def test_a_forward_after_one_that_ended_early_runs_to_its_end(backbone: Backbone):
+    context = backbone.pool.take(40)
+    bound, ids = backbone.bind(context), torch.tensor([backbone.token_ids(TEXTS[0])])
+    count = torch.arange(ids.shape[1])[None]
+    bound.fill(ids, slice(0, ids.shape[1]), count, ids.shape[1])
+    logits = bound.run(ids, slice(0, ids.shape[1]), count, ids.shape[1])
+    torch.testing.assert_close(logits, backbone.model(ids).logits[:, -1], atol=1e-5, rtol=1e-4)
+
+
 def test_a_batch_of_unequal_rows_equals_each_row_alone(backbone: Backbone):
     rows = [torch.tensor(backbone.token_ids(t)) for t in (*TEXTS, "Yes", TEXTS[0] * 3)]
     for row, batched in zip(rows, backbone.encode(rows), strict=True):
