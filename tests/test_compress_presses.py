@@ -353,7 +353,7 @@ def test_attention_is_given_what_the_hook_reads(backbone):
     """These names changed twice within transformers 5; a press would be refused without them."""
     encoder = PacketEncoder(backbone, Adapter.empty(64), reduction=Reduction.of("mixkv:0.3"))
     with encoder._compressor.watching() as seen:  # type: ignore[union-attr]
-        backbone.encode([torch.tensor(backbone.token_ids(TEXT))])
+        backbone.encode([torch.tensor(backbone.token_ids(TEXT))], whole=True)
     assert all(given.hidden is not None and given.angles is not None for given in seen.values()) and len(seen) == 3
 
 

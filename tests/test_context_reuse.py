@@ -9,7 +9,7 @@ import pytest
 from conftest import CHUNKS
 
 from kvpacket_rag.answer import Answer
-from kvpacket_rag.assemble import Context
+from kvpacket_rag.assemble import Assembly
 from kvpacket_rag.chat import Message
 from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.engine import KVPacketEngine
@@ -34,13 +34,13 @@ def placed(soft_engine: KVPacketEngine, monkeypatch: pytest.MonkeyPatch) -> list
     soft_engine.encode(CHUNKS)
     soft_engine.backbone.pool.drop_idle()
     found: list[str] = []
-    place = Context.place
+    add = Assembly.add
 
-    def noting(self: Context, packet: Any, row: int = 0) -> Any:
+    def noting(self: Assembly, packet: Any) -> Any:
         found.append(packet.packet_id)
-        return place(self, packet, row)
+        return add(self, packet)
 
-    monkeypatch.setattr(Context, "place", noting)
+    monkeypatch.setattr(Assembly, "add", noting)
     return found
 
 
