@@ -112,8 +112,12 @@ def _add_low_rank(down: Tensor, up: Tensor, inside: Tensor | None) -> Any:
         update = inputs @ down.to(inputs).T
         if inside is not None:
             update = update * inside.view(*inputs.shape[:-1], 1)
-        output.view(-1, output.shape[-1]).addmm_(update.view(-1, up.shape[1]), up.to(inputs).T)  # in a single pass
-        return output
+        if type(module) is nn.Linear and output.dtype == inputs.dtype == update.dtype and output.is_contiguous():
+            rows = output.view(-1, output.shape[-1])
+            rows.addmm_(update.view(-1, up.shape[1]), up.to(inputs).T)  # fresh memory, so in a single pass
+            return output
+        added: Tensor = output + update @ up.to(inputs).T
+        return added
 
     return hook
 

@@ -15,9 +15,10 @@ import functools
 import os
 from collections import deque
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
+from threading import Condition
 from typing import Any
 
 import torch
@@ -45,7 +46,7 @@ def turning(target: Tensor, source: Tensor, layout: str, start: int, turn: tuple
     if not (_fits(target) and _fits(source)):
         return []
     cos, sin = (part.numpy() for part in turn)
-    loop = _loop(layout, target, start, len(cos))
+    loop = _loop(layout, target, source, start, len(cos))
     if loop is None:
         return []
     return _cut(loop, target, source, tuple(target.shape[1:3]), start, cos, sin)
@@ -55,7 +56,7 @@ def copying(target: Tensor, source: Tensor) -> list[Step]:
     """Steps that copy ``source`` into ``target``, as those of :func:`turning`; none if no compiled loop fits."""
     if not (_fits(target) and _fits(source)) or target.dtype != source.dtype:
         return []
-    loop = _loop("copy", target, 0, target.shape[3])
+    loop = _loop("copy", target, source, 0, target.shape[3])
     if loop is None:
         return []
     return _cut(loop, target, source, tuple(target.shape[1:]))
@@ -68,21 +69,33 @@ def in_threads(steps: deque[Step], num_bytes: int) -> None:
     """
     threads = min(torch.get_num_threads(), num_bytes // _MIN_BYTES_A_THREAD, len(steps)) if _loops()[0] else 1
 
+    at_work, changed = 0, Condition()
+
     def take() -> None:
+        nonlocal at_work
+        with changed:
+            at_work += 1
         try:
             while step := _next(steps):
                 step()
         except BaseException:
             steps.clear()
             raise
+        finally:
+            with changed:
+                at_work -= 1
+                changed.notify_all()
 
-    others = [_threads().submit(take) for _ in range(threads - 1)]
+    others: list[Future[None]] = []
     try:
+        with suppress(RuntimeError):  # no more threads can be had
+            others += (_threads().submit(take) for _ in range(threads - 1))
         take()
     finally:  # whatever happened: nobody may write any more when this returns
-        at_work = [other for other in others if not other.cancel()]
-        wait(at_work)
-    for other in at_work:
+        begun = [other for other in others if not other.cancel()]
+        with changed:
+            changed.wait_for(lambda: not at_work)
+    for other in begun:
         other.result()
 
 
@@ -92,12 +105,15 @@ def _next(steps: deque[Step]) -> Step | None:
     return None
 
 
-def _loop(name: str, target: Tensor, start: int, length: int) -> Callable[..., None] | None:
-    """The compiled loop: one that writes past the caches where the target is large and its places are whole vectors."""
+def _loop(name: str, target: Tensor, source: Tensor, start: int, length: int) -> Callable[..., None] | None:
+    """The compiled loop: one that writes past the caches where the target is large and its places are whole vectors.
+
+    Such a loop knows one number format; packets that were restored from few bits are wider than their context.
+    """
     ordinary, streaming, lanes = _loops()
     places = (*target.stride()[:3], start, length)
     fits = lanes and not any(place % lanes for place in places) and target.data_ptr() % (lanes * target.itemsize) == 0
-    if fits and target.nbytes >= _MIN_BYTES_STREAMED and name in streaming:
+    if fits and target.dtype == source.dtype and target.nbytes >= _MIN_BYTES_STREAMED and name in streaming:
         return streaming[name]
     return ordinary.get(name)
 

@@ -35,6 +35,29 @@ def test_a_low_rank_update_adds_its_product_at_the_tokens_of_packets(backbone: B
     assert_close(found, bare + added, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.parametrize("kind", ["autocast", "subclass"])
+def test_an_output_that_is_not_its_own_memory_or_format_is_updated_beside_it(
+    backbone: Backbone, kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Keeping(torch.nn.Linear):
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            self.kept = super().forward(inputs)
+            return self.kept
+
+    adapter, module = _adapter(low_rank=_low_rank()), backbone.model.get_submodule(QUERY)
+    if kind == "subclass":
+        monkeypatch.setattr(module, "__class__", Keeping)
+    inputs = torch.randn(1, 4, 64)
+    added = inputs @ (adapter.low_rank.up[0] @ adapter.low_rank.down[0]).T
+    with torch.autocast("cpu", torch.bfloat16, enabled=kind == "autocast"), torch.no_grad():
+        bare = module(inputs)
+        with attached(adapter, backbone.model, torch.tensor([[0, 3, 1, 2]])):
+            found = module(inputs)
+    assert_close(found.float(), bare.float() + added, atol=0.2 if kind == "autocast" else 1e-4, rtol=0.02)
+    if kind == "subclass":
+        assert torch.equal(module.kept, bare)
+
+
 @torch.no_grad()
 def test_deep_vectors_are_added_in_front_of_their_layer_at_their_token(backbone: Backbone) -> None:
     deep = torch.randn(2, 3, 64)

@@ -12,6 +12,7 @@ from conftest import CHUNKS
 from torch import Tensor
 
 from kvpacket_rag.adapter import Adapter
+from kvpacket_rag.assemble import ContextPool
 from kvpacket_rag.backbone import Backbone
 from kvpacket_rag.compress.quantise import Quantiser
 from kvpacket_rag.compress.quantized import QuantizedTensor
@@ -21,8 +22,8 @@ from kvpacket_rag.decode import GenerationSettings
 from kvpacket_rag.encode import PacketEncoder
 from kvpacket_rag.engine import KVPacketEngine
 from kvpacket_rag.errors import MissingExtraError, PacketError, PacketMismatchError
-from kvpacket_rag.packet import Packet
-from kvpacket_rag.rope import Rotation, TensorGroup, realign
+from kvpacket_rag.packet import Packet, PacketSignature
+from kvpacket_rag.rope import RotaryPlan, Rotation, TensorGroup, realign
 from kvpacket_rag.store import DiskStore
 
 KEYS = TensorGroup("keys", (0, 1), 3, 64, True, Rotation("half", 0, (0.1,) * 32))
@@ -109,6 +110,24 @@ def test_a_placed_packet_is_the_restored_one_moved_and_rounded_once(dtype: torch
     for found, stored, group in zip(context.extract(place), packet.groups, backbone.plan.groups, strict=True):
         expected = realign(stored.restore(slice(None)), group.rotation, 7).to(dtype)
         assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_layer_large_enough_to_be_written_past_the_caches_is_the_restored_one(dtype: torch.dtype):
+    """Of the shape of an 8B model: a mebibyte a layer in bfloat16."""
+    rotation = Rotation("half", 0, tuple(10000 ** (-k / 64) for k in range(64)))
+    plan = RotaryPlan((TensorGroup("keys", (0,), 8, 128, True, rotation),), 4096)
+    parts = Quantiser(SCHEMES["int8"]).quantise([torch.randn(1, 8, 512, 128).to(dtype)], plan.groups)
+    stored = QuantizedTensor(*parts)
+    name = str(dtype).removeprefix("torch.")
+    signature = PacketSignature("w", "t", "none", plan.digest, name, quantization=SCHEMES["int8"].settings)
+    context = ContextPool(plan, dtype, torch.device("cpu")).take(600)
+    context.reserve(20)
+    place = context.place(Packet("large", signature, parts, 512, 512))
+    (found,) = context.extract(place)
+    torch.testing.assert_close(
+        found, realign(stored.restore(slice(None)), rotation, 20).to(dtype), atol=0.02, rtol=0.01
+    )
 
 
 def test_placing_never_holds_more_than_a_layer_in_full(backbone, adapter, monkeypatch):

@@ -8,6 +8,7 @@ import threading
 import time
 import weakref
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from functools import partial
 
@@ -99,6 +100,19 @@ def test_writing_past_the_caches_is_the_same_but_for_the_last_rounding(dtype: to
     assert not buffers[1][..., :9, :].any() and not buffers[1][..., 26:, :].any()
 
 
+@pytest.mark.parametrize("kept", [torch.float32, torch.bfloat16])
+def test_numbers_of_another_format_are_turned_into_a_large_context(kept: torch.dtype, monkeypatch):
+    """As packets restored from few bits are: in float32, whatever the context holds."""
+    monkeypatch.setattr(fused, "_MIN_BYTES_STREAMED", 1)
+    rotation = Rotation("half", 0, tuple(10000 ** (-k / 32) for k in range(32)))
+    other = torch.bfloat16 if kept == torch.float32 else torch.float32
+    source = torch.randn(3, 2, 17, 64, generator=torch.Generator().manual_seed(5)).to(other)
+    target = torch.zeros(source.shape, dtype=kept)
+    realign_into(target, source, rotation, 501)
+    expected = by_torch(source.float(), rotation, 501, monkeypatch).to(kept)
+    torch.testing.assert_close(target, expected, rtol=2**-7, atol=1e-5)
+
+
 @pytest.mark.parametrize(
     ("width", "first", "start"), [(64, 0, 0), (64, 1, 0), (64, 9, 8), (48, 9, 0), (80, 9, 0), (23, 9, 2)]
 )
@@ -144,6 +158,31 @@ def test_what_a_step_raises_is_raised(kind: type[Exception], monkeypatch):
     for bad in range(3):
         with pytest.raises(kind):
             fused.in_threads(deque(partial(work, number == bad) for number in range(3)), 1 << 40)
+
+
+def test_steps_are_done_where_no_thread_can_be_had(monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 8)
+    pool = ThreadPoolExecutor(max_workers=8)
+    monkeypatch.setattr(fused, "_threads", lambda: pool)
+    start, started = threading.Thread.start, []
+
+    def only_once(thread: threading.Thread) -> None:
+        if started:
+            raise RuntimeError("can't start new thread")
+        started.append(thread)
+        start(thread)
+
+    monkeypatch.setattr(threading.Thread, "start", only_once)
+    done: list[int] = []
+
+    def work(number: int) -> None:
+        time.sleep(0.02)
+        done.append(number)
+
+    fused.in_threads(deque(partial(work, number) for number in range(20)), 1 << 40)
+    assert sorted(done) == list(range(20)) and started
+    monkeypatch.undo()
+    pool.shutdown()
 
 
 def test_nobody_is_at_work_any_more_when_a_step_has_failed(monkeypatch):
