@@ -26,7 +26,7 @@ from torch import Tensor
 
 Step = Callable[[], object]
 _Loops = Mapping[str, Callable[..., None]]
-_MIN_BYTES_A_THREAD = 4 << 20  # a quarter of a millisecond; a system under load may take as long to wake a thread
+_MIN_BYTES_A_THREAD = 4 << 20  # a third of a millisecond; a thread that wakes later finds nothing left to do
 _MIN_BYTES_A_STEP = 2 << 20
 _MIN_BYTES_STREAMED = 1 << 20  # of a tensor; below, a context may lie in the caches and is read from there
 
