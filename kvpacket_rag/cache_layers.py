@@ -19,8 +19,8 @@ class Cursor:
     """Where the next forward writes, and how much of the buffers it sees.
 
     Attributes:
-        awaited: layers and names of the tensors after whose writing a forward has nothing more to do, or None to have
-            it run to its end.
+        awaited: the layers, by ``id``, and names of the tensors after whose writing a forward has nothing more to do,
+            or None to have it run to its end.
     """
 
     write: slice | Tensor
@@ -28,33 +28,36 @@ class Cursor:
     visible: int
     awaited: set[tuple[int, str]] | None = None
 
-    def written(self, layer: int, *names: str) -> None:
-        """Count tensors as written.
+    def written(self, layer: ContextLayer, *names: str) -> None:
+        """Count tensors of a layer as written.
 
         Raises:
             AllWritten: they were the last that were awaited.
         """
         if self.awaited is not None:
-            self.awaited.difference_update((layer, name) for name in names)
+            self.awaited.difference_update((id(layer), name) for name in names)
             if not self.awaited:
                 raise AllWritten
 
 
 class ContextLayer(DynamicLayer):
-    """A cache layer over a context's buffers: writes at the cursor, shows everything up to it."""
+    """A cache layer over a context's buffers: writes at the cursor, shows everything up to it.
 
-    def __init__(self, number: int, tensors: Mapping[str, Tensor], cursor: Cursor) -> None:
+    Attributes:
+        tensors: by name, where it writes; none if the model never fills this layer.
+    """
+
+    def __init__(self, tensors: Mapping[str, Tensor], cursor: Cursor) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._number = number
-        self._tensors = tensors
+        self.tensors = tensors
         self._cursor = cursor
         self.is_initialized = bool(tensors)  # a layer the model never fills must look it
         self.keys, self.values = (tensors[n][..., :0, :] if n in tensors else None for n in ("keys", "values"))
 
     def _write(self, name: str, new: Tensor) -> Tensor:
-        if name not in self._tensors:  # a tensor of no width, as a latent cache without a rotary part has
+        if name not in self.tensors:  # a tensor of no width, as a latent cache without a rotary part has
             return new.new_empty((*new.shape[:-2], self._cursor.visible, new.shape[-1]))
-        buffer, where = self._tensors[name], self._cursor.write
+        buffer, where = self.tensors[name], self._cursor.write
         if isinstance(where, slice):
             buffer[..., where, :] = new
         else:
@@ -63,12 +66,12 @@ class ContextLayer(DynamicLayer):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.keys, self.values = self._write("keys", key_states), self._write("values", value_states)
-        self._cursor.written(self._number, "keys", "values")
+        self._cursor.written(self, "keys", "values")
         return self.keys, self.values
 
     def update_indexer(self, indexer_key_states: Tensor) -> Tensor:
         shown = self._write("indexer_keys", indexer_key_states)
-        self._cursor.written(self._number, "indexer_keys")
+        self._cursor.written(self, "indexer_keys")
         return shown
 
     def get_seq_length(self) -> int:

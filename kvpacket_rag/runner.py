@@ -167,10 +167,8 @@ class ModelRunner:
             for row, layer in enumerate(group.layers):
                 view = buffer[row] if group.has_heads else buffer[row][:, 0]
                 by_layer.setdefault(layer, {})[group.name] = view
-        cache = self._stand_in(lambda number: ContextLayer(number, by_layer.get(number, {}), cursor))
-        return BoundContext(
-            self, cache, cursor, frozenset((n, name) for n, found in by_layer.items() for name in found)
-        )
+        cache = self._stand_in(lambda number: ContextLayer(by_layer.get(number, {}), cursor))
+        return BoundContext(self, cache, cursor)
 
     def _stand_in(self, make_layer: Callable[[int], DynamicLayer]) -> DynamicCache:
         """A cache of the learned structure, of layers made from their number."""
@@ -208,7 +206,6 @@ class BoundContext:
     runner: ModelRunner
     cache: Any
     cursor: Cursor
-    tensors: frozenset[tuple[int, str]]  # all that a forward writes
 
     def run(
         self,
@@ -245,7 +242,8 @@ class BoundContext:
         """
         with self.runner.lock:
             self._point(slots, visible, inputs.shape[1])
-            self.cursor.awaited = set(self.tensors)
+            layers = [layer for layer in self.cache.layers if isinstance(layer, ContextLayer)]
+            self.cursor.awaited = {(id(layer), name) for layer in layers for name in layer.tensors}
             try:
                 self.runner.forward(inputs, positions, self.cache, mask)
             except AllWritten:
